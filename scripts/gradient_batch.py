@@ -22,7 +22,7 @@ from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.common.inputs import expanded
-from tim_jax.instruments.study import definition, measurement, running
+from tim_jax.instruments.study import bound, definition, measurement, running
 from tim_jax.instruments.study.gradient import Measuring
 
 _BATCH = "batch.npz"
@@ -46,7 +46,7 @@ def gradients(path: Path, folder: Path, sources: list[str]) -> dict[str, np.ndar
     """ "source/estimator" -> gradient, "source/tokens" -> draws; by horizon, "source/constant"."""
     study = running.read(path)
     plain = definition.merged(toml.read_toml(path.parent / expanded(study.base)), study.common)
-    run = definition.Arm(measurement.EXACT, plain)
+    run = definition.Arm(definition.EXACT, plain)
     seed = int(plain.get("seed", RunConfig().seed))
     one = running.state(study, [run], folder, seeds=[seed])
     running.run(one, jobs=1, say=print)
@@ -55,13 +55,13 @@ def gradients(path: Path, folder: Path, sources: list[str]) -> dict[str, np.ndar
     bench = measurement._bench(study, policy, config)
     measuring = Measuring(dataclasses.replace(bench, batches=1))
     found = {}
-    for source in (measurement.EXACT, *sources):
-        dial = mismatch.EXACT if source == measurement.EXACT else study.dial(source)
+    for source in (definition.EXACT, *sources):
+        dial = mismatch.EXACT if source == definition.EXACT else study.dial(source)
         for name, gradient in measuring.batches(dial).gradients.items():
             found[f"{source}/{name}"] = gradient[0]
         found[f"{source}/tokens"] = np.asarray(measuring.rollouts(dial, 1).responses)
         if study.horizon:
-            of_bound = measurement.constants(measuring, dial, states=study.states)
+            of_bound = bound.constants(measuring, dial, states=study.states)
             found |= {f"{source}/{name}": np.atleast_1d(value) for name, value in of_bound.items()}
     return found
 

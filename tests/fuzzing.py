@@ -34,7 +34,7 @@ from tim_jax.api import diagnosing, rollouts
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.jobs import audit, models, planning, studies, train
+from tim_jax.app.jobs import assembling, audit, measuring, models, planning, resuming, studies
 from tim_jax.app.run import assembly, folders, signals, sources
 from tim_jax.common.errors import ENDINGS, InputError
 from tim_jax.instruments.study import report, running
@@ -241,7 +241,7 @@ def stand(patch) -> None:
     def runtime(name: str) -> Any:
         return SimpleNamespace(javascript_bundle=lambda: "")
 
-    assemble, check_arms = models.assemble, audit.ablation.check
+    assemble, check_arms = models.assemble, measuring.ablation.check
     here = SimpleNamespace(tracing=nullcontext, devices=tuple(jax.devices()))
     patch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
     patch.setattr(hf, "snapshot_download", offline)
@@ -249,11 +249,11 @@ def stand(patch) -> None:
     patch.setattr(processes, "join", began)
     patch.setattr(signals, "print_if_aborted", lambda line: nullcontext())
     patch.setattr(os, "_exit", _left)
-    patch.setattr(train, "_begun", lambda job, run: _encoded(job))
+    patch.setattr(resuming, "begun", lambda job, run: _encoded(job))
     patch.setattr(models, "assemble", evaluated)
     patch.setattr(rollouts, "draw", began)
     patch.setattr(audit.auditing, "audit", began)
-    patch.setattr(audit.ablation, "check", checked)
+    patch.setattr(measuring.ablation, "check", checked)
     patch.setattr(planning.topology, "target", lambda name: here)
     patch.setattr(planning.planning, "make", began)
     patch.setattr(running, "run", began)
@@ -287,7 +287,7 @@ def _left(status: int) -> None:
     raise _Left(status)
 
 
-def _encoded(job: models.Job) -> Any:
+def _encoded(job: assembling.Job) -> Any:
     with closing(job.task):
         for part in (job.task.train, job.task.evaluation):
             some = [part[i] for i in range(min(ENCODED, len(part)))]

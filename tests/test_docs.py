@@ -28,7 +28,7 @@ import tim_jax
 from tim_jax.app import cli
 from tim_jax.app.arguments import RefusedError
 from tim_jax.app.config import toml
-from tim_jax.app.jobs.audit import read_dial
+from tim_jax.app.jobs.measuring import read_dial
 from tim_jax.instruments.plan import topology
 
 ROOT = Path(__file__).parent.parent

@@ -248,15 +248,7 @@ def test_beyond_the_window_sampler_and_learner_agree_to_the_bit(dtype, batching,
     execution = Execution(WINDOWED, numerics, Sampling(22, stop_tokens=(3,)))
     draw = partial(sampler.sample, execution=execution, samples=4, batching=batching)
 
-    @jax.jit
-    def learn(weights, rollout):
-        def loss(weights):
-            log_probs = scoring.score(weights, rollout, execution=execution).log_probs
-            return jnp.sum(jnp.where(rollout.mask, jnp.exp(log_probs), 0.0)), log_probs
-
-        return jax.grad(loss, has_aux=True)(weights)[1]
-
-    weights = jax.jit(execution.prepare)(tiny.params(WINDOWED))
+    learn, weights = tiny.learner(execution), tiny.weights(execution)
     rollout = jax.jit(draw)(weights, tiny.prompts(), jax.random.key(0))
     part = jax.tree.map(lambda x: x[rows], rollout)
     found, recorded = (np.asarray(x).view(np.int32) for x in (learn(weights, part), part.log_probs))

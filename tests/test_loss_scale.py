@@ -165,7 +165,7 @@ def test_settings_out_of_range_are_refused(settings, words):
 def test_one_that_is_not_outermost_is_refused(optimizer):
     """Its scale would never be halved: the learner keeps the old state of what knows no better."""
     with pytest.raises(InputError, match="must be the outermost"):
-        programs.init(optimizer, LEARNING, PARAMS)
+        Training(tiny.EXECUTION, LEARNING, optimizer).init(PARAMS)
 
 
 def test_only_float16_is_given_a_scale():

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import objectives, placement
+from tim_jax import objectives
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.instruments.auditing import random_params
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.execution import Execution, Sampling
+from tim_jax.model.execution import ALL_AT_ONCE, Execution, Sampling
 from tim_jax.numerics import Numerics, Rows
-from tim_jax.rl import sharded
-from tim_jax.rl.programs import sampling_program
+from tim_jax.policy import scoring
+from tim_jax.rl import programs
 from tim_jax.rl.types import Learning, Policy
 
 CONFIG = ModelConfig(
@@ -114,17 +114,37 @@ def prompts(seed=0, count=PROMPTS):
 
 
 @cache
-def rollout(execution=EXECUTION, seed=0) -> Rollout:
-    """`ROWS` sequences of `params(execution.config)`, in groups of `GROUP`."""
-    weights = jax.jit(execution.prepare)(params(execution.config))
-    return sampling_program(execution, samples=GROUP)(weights, prompts(), jax.random.key(seed))
+def weights(execution=EXECUTION):
+    """Compute weights of `params(execution.config)`."""
+    return jax.jit(execution.prepare)(params(execution.config))
+
+
+@cache
+def rollout(execution=EXECUTION, seed=0, batching=ALL_AT_ONCE) -> Rollout:
+    """`ROWS` sequences of `weights(execution)`, in groups of `GROUP`."""
+    program = programs.sampling_program(execution, samples=GROUP, batching=batching)
+    return program(weights(execution), prompts(), jax.random.key(seed))
+
+
+@cache
+def learner(execution=EXECUTION):
+    """(weights, rollout) -> log-probs as they are inside a program that takes their gradient."""
+
+    @jax.jit
+    def learn(weights, rollout):
+        def loss(weights):
+            log_probs = scoring.score(weights, rollout, execution=execution).log_probs
+            return jnp.sum(jnp.where(rollout.mask, jnp.exp(log_probs), 0.0)), log_probs
+
+        return jax.grad(loss, has_aux=True)(weights)[1]
+
+    return learn
 
 
 @cache
 def policy(execution=EXECUTION, learning=LEARNING) -> Policy:
     """What the learner takes: the policy that an execution computes, on its mesh."""
-    on = placement.mesh(execution.placement, jax.devices())
-    return sharded.policy(execution, on, learning=learning)
+    return programs.policy(execution, learning)
 
 
 def rewards(seed=0, rows=ROWS):

@@ -7,7 +7,7 @@ import tiny
 
 from tim_jax import mismatch
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import models, planning, train
+from tim_jax.app.jobs import assembling, planning, train
 from tim_jax.app.run import assembly, sources
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
@@ -44,7 +44,7 @@ def both(name, arguments):
 
 
 def first_rollout(config):
-    job = models.assemble(config)
+    job = assembling.assemble(config)
     weights = job.programs.prepare(jax.tree.map(jax.numpy.asarray, job.model.params))
     drawn = drawing.draw(weights, job.task, job.text, programs=job.programs, seed=0, step=1)
     return drawn.rollout

@@ -25,7 +25,7 @@ import pytest
 import tiny
 
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import models, train
+from tim_jax.app.jobs import assembling, train
 from tim_jax.app.run import checkpoints, folders
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
@@ -52,7 +52,7 @@ def work(tmp_path_factory):
     def assemble(config, *, measured):
         key = repr(config.model_copy(update={"run": None}))
         if key not in made:
-            made[key] = models.assemble(config, measured=measured)
+            made[key] = assembling.assemble(config, measured=measured)
         return replace(made[key], config=config)
 
     with pytest.MonkeyPatch.context() as patch:

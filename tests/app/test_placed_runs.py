@@ -5,7 +5,7 @@ import tiny
 
 from tim_jax.app import cli
 from tim_jax.app.config.toml import load
-from tim_jax.app.jobs import models
+from tim_jax.app.jobs import assembling
 from tim_jax.app.run import assembly, sources
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
@@ -52,7 +52,7 @@ def test_placements_of_a_config():
 def test_an_evaluation_has_slots_for_its_own_mesh():
     """The sampler's mesh of two devices takes six slots, the learner's of four takes eight."""
     words = ["placement.fsdp=4", "placement.sampler.fsdp=2", "sampler.slots=6", "sampler.pages=6"]
-    job = models.assemble(load(None, words))
+    job = assembling.assemble(load(None, words))
     try:
         assert job.evaluate is not None
     finally:

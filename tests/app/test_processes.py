@@ -203,11 +203,25 @@ def training(folder, run, *, count):
     return started(arguments, count=count, devices=4 // count, folder=folder)
 
 
+def prepared(folder):
+    (folder / "run.toml").write_text(tiny.RUN)
+    (folder / "shared_rewards.py").write_text(REWARDS.format(pause=0))
+    return folder
+
+
 @pytest.fixture
 def work(tmp_path):
-    (tmp_path / "run.toml").write_text(tiny.RUN)
-    (tmp_path / "shared_rewards.py").write_text(REWARDS.format(pause=0))
-    return tmp_path
+    return prepared(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one process, which met nothing."""
+    folder = prepared(tmp_path_factory.mktemp("alone"))
+    [(status, out, err)] = finished(training(folder, "run", count=1))
+    assert status == 0, err
+    assert "held-out reward before training" in out
+    return folder / "run"
 
 
 def lines_in(path):
@@ -220,23 +234,20 @@ def same_files(one, other):
 
 
 @pytest.mark.slow
-def test_a_run_of_four_processes_has_the_bits_of_one(work):
+def test_a_run_of_four_processes_has_the_bits_of_one(work, alone):
     """The same mesh of four devices: metrics, samples and the final model are the same files."""
-    for count in (1, 4):
-        found = finished(training(work, f"run{count}", count=count))
-        for index, (status, out, err) in enumerate(found):
-            assert status == 0, err
-            assert ("held-out reward before training" in out) == (index == 0)
-    lines = [line for line in read_lines(work / "run1" / "metrics.jsonl") if line["step"]]
+    for index, (status, out, err) in enumerate(finished(training(work, "run", count=4))):
+        assert status == 0, err
+        assert ("held-out reward before training" in out) == (index == 0)
+    lines = [line for line in read_lines(alone / "metrics.jsonl") if line["step"]]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line["exact_share"] == 1.0 and line["compared_tokens"] > 0 for line in lines)
-    same_files(work / "run4", work / "run1")
+    same_files(work / "run", alone)
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_ends_the_others_and_the_run_resumes(work):
+def test_a_process_that_dies_ends_the_others_and_the_run_resumes(work, alone):
     """One of two is killed; the other says so within a minute; a run of another count goes on."""
-    finished(training(work, "whole", count=1))
     (work / "shared_rewards.py").write_text(REWARDS.format(pause=0.5))
     running = training(work, "killed", count=2)
     until = time.monotonic() + 900
@@ -258,7 +269,7 @@ def test_a_process_that_dies_ends_the_others_and_the_run_resumes(work):
     [(status, out, err)] = finished(training(work, "killed", count=1))
     assert status == 0, err
     assert "resumed after step 2" in out
-    same_files(work / "killed", work / "whole")
+    same_files(work / "killed", alone)
 
 
 @pytest.mark.slow

@@ -336,16 +336,16 @@ def test_wrong_folders(tmp_path, monkeypatch):
 def test_hub_names_are_downloaded_or_refused(tiny, monkeypatch):
     asked = []
 
-    def download(name, *, revision, allow_patterns, ignore_patterns):
-        asked.append((name, revision))
+    def download(name, *, allow_patterns, ignore_patterns):
+        asked.append(name)
         if name != "owner/model":
             raise FileNotFoundError("no such repository\nsecond line")
         return str(tiny)
 
     monkeypatch.setattr(hf, "snapshot_download", download)
-    assert hf.resolve("owner/model", revision="v1") == tiny
+    assert hf.resolve("owner/model") == tiny
     assert hf.load_config("owner/model") == TINY
-    assert asked == [("owner/model", "v1"), ("owner/model", None)]
+    assert asked == ["owner/model", "owner/model"]
     _refused("owner/modell", "owner/modell", "neither a folder", "no such repository second line")
 
 

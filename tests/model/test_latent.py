@@ -1,7 +1,7 @@
 """Latent attention (MLA) and DeepSeek-V3's mixtures: gradients, exactness, the cache, the dial."""
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import dials
 import jax
@@ -23,7 +23,7 @@ from tim_jax.model import adapters, fitting, parameters, rope, transformer
 from tim_jax.model.adapters import Lora
 from tim_jax.model.config import DENSE, LatentConfig
 from tim_jax.model.config_file import from_hf
-from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
+from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.numerics import GPU_EXACT_BF16, NATIVE_F32, TPU_EXACT_BF16, GpuTiles, MatmulTile
 from tim_jax.placement import Placement
 from tim_jax.policy import scoring
@@ -127,34 +127,10 @@ def test_the_bias_of_the_router_is_no_parameter_of_an_optimiser():
 # --- exactness ------------------------------------------------------------------------------------
 
 
-@cache
-def weights(execution=EXECUTION):
-    return jax.jit(execution.prepare)(tiny.params(execution.config))
-
-
-@cache
-def rollout(execution=EXECUTION, batching=ALL_AT_ONCE):
-    program = programs.sampling_program(execution, samples=tiny.GROUP, batching=batching)
-    return jax.device_get(program(weights(execution), tiny.prompts(), jax.random.key(0)))
-
-
-@cache
-def learner(execution):
-    @jax.jit
-    def learn(weights, rollout):
-        def loss(weights):
-            log_probs = scoring.score(weights, rollout, execution=execution).log_probs
-            return jnp.sum(jnp.where(rollout.mask, jnp.exp(log_probs), 0.0)), log_probs
-
-        return jax.grad(loss, has_aux=True)(weights)[1]
-
-    return learn
-
-
 def unequal(execution, drawn, rows=slice(None)):
     """(tokens that differ, tokens compared) of a learner's forward within its gradient."""
     part = jax.tree.map(lambda x: jnp.asarray(x[rows]), drawn)
-    found = np.asarray(learner(execution)(weights(execution), part)).view(np.int32)
+    found = np.asarray(tiny.learner(execution)(tiny.weights(execution), part)).view(np.int32)
     mask, recorded = np.asarray(part.mask), np.asarray(part.log_probs).view(np.int32)
     return int(((found != recorded) & mask).sum()), int(mask.sum())
 
@@ -166,7 +142,7 @@ def unequal(execution, drawn, rows=slice(None)):
 )
 def test_sampler_and_learner_agree_to_the_bit(numerics):
     execution = replace(EXECUTION, numerics=numerics)
-    drawn = rollout(execution)
+    drawn = tiny.rollout(execution)
     for rows, least in ((slice(None), 50), (slice(3, 8), 10)):
         wrong, compared = unequal(execution, drawn, rows)
         assert wrong == 0
@@ -178,8 +154,9 @@ def test_sampler_and_learner_agree_to_the_bit(numerics):
     "batching", [Batching(5, 1), Batching(4, 0, 12)], ids=["slots, halved", "pages"]
 )
 def test_slots_and_pages_draw_the_same(batching):
-    assert rollout().lengths.sum() > 50
-    assert tiny.bits(rollout(batching=batching)) == tiny.bits(rollout())
+    whole = tiny.rollout(EXECUTION)
+    assert whole.lengths.sum() > 50
+    assert tiny.bits(tiny.rollout(EXECUTION, batching=batching)) == tiny.bits(whole)
 
 
 @pytest.mark.slow
@@ -224,7 +201,8 @@ def test_the_cache_has_the_compressed_states_and_no_heads():
     """One key for all heads, the state and the rotated part; the value is the state."""
     tokens = jnp.zeros((3, 7), jnp.int32)
     forward = jax.jit(partial(transformer.forward, execution=EXECUTION))
-    _, cache, _ = forward(weights(), tokens, jnp.broadcast_to(jnp.arange(7)[None], (3, 7)))
+    positions = jnp.broadcast_to(jnp.arange(7)[None], (3, 7))
+    _, cache, _ = forward(tiny.weights(EXECUTION), tokens, positions)
     latent, layers = CONFIG.latent, CONFIG.num_layers
     assert cache.key.shape == (layers, 3, 1, latent.kv_lora_rank + latent.qk_rope_head_dim, 7)
     assert cache.value.shape == (layers, 3, 1, 7, latent.kv_lora_rank)
@@ -301,7 +279,7 @@ def test_the_kernels_of_devices_agree_to_the_bit(name, dtype):
     numerics = fitting.fitted(BLOCKS, replace(FAMILIES[name], compute_dtype=dtype))
     fitting.check(BLOCKS, numerics)
     execution = Execution(BLOCKS, numerics, Sampling(7, stop_tokens=(3,)))
-    wrong, compared = unequal(execution, rollout(execution), slice(2, 9))
+    wrong, compared = unequal(execution, tiny.rollout(execution), slice(2, 9))
     assert wrong == 0
     assert compared > 30
 
@@ -327,7 +305,7 @@ def test_what_a_gpu_cannot_take_is_refused_by_name():
 
 @pytest.mark.slow
 def test_the_weights_of_every_layer_are_quantised():
-    before = weights()
+    before = tiny.weights(EXECUTION)
     entry = dials.entry("quantised_weights", dtype="int8")
     entry.check(EXECUTION)
     after = entry.weights(before)
@@ -390,9 +368,9 @@ def test_what_needs_plain_heads_is_refused(name):
 def test_sources_of_the_dial_change_log_probs_a_little(table):
     dial = dials.dial(table)
     program = programs.sampling_program(EXECUTION, samples=tiny.GROUP, mismatch=dial)
-    drawn = jax.device_get(program(weights(), tiny.prompts(), jax.random.key(0)))
+    drawn = jax.device_get(program(tiny.weights(EXECUTION), tiny.prompts(), jax.random.key(0)))
     part = jax.tree.map(jnp.asarray, drawn)
-    found = np.asarray(learner(EXECUTION)(weights(), part))
+    found = np.asarray(tiny.learner(EXECUTION)(tiny.weights(EXECUTION), part))
     mask = np.asarray(part.mask)
     differences = np.abs(found - np.asarray(part.log_probs))[mask]
     assert differences.size > 50

@@ -1,7 +1,6 @@
 """The experts of a mixture: recorded by the sampler, compared with the learner's, and replayed."""
 
 from dataclasses import replace
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts
 from tim_jax.kernels.experts import balance as balance_loss
 from tim_jax.kernels.experts import choice
-from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
+from tim_jax.model.execution import Batching, Execution
 from tim_jax.numerics import EXACT_F32
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import scoring
@@ -29,21 +28,14 @@ EXECUTION = Execution(CONFIG, tiny.NUMERICS, tiny.SAMPLING, routing="compared")
 SHAPE = CONFIG.num_layers, CONFIG.num_experts_per_tok
 
 
-@cache
-def weights(execution=EXECUTION):
-    return jax.jit(execution.prepare)(tiny.params(CONFIG))
-
-
-@cache
-def drawn(execution=EXECUTION, batching=ALL_AT_ONCE):
-    program = programs.sampling_program(execution, samples=tiny.GROUP, batching=batching)
-    return jax.device_get(program(weights(execution), tiny.prompts(), jax.random.key(0)))
+def drawn(execution=EXECUTION, **batching):
+    return jax.device_get(tiny.rollout(execution, **batching))
 
 
 def scored(rollout, routing="compared", execution=EXECUTION):
     execution = replace(execution, routing=routing)
     score = jax.jit(lambda w, r: scoring.score(w, r, execution=execution))
-    return jax.device_get(score(weights(), jax.tree.map(jnp.asarray, rollout)))
+    return jax.device_get(score(tiny.weights(EXECUTION), jax.tree.map(jnp.asarray, rollout)))
 
 
 def used(rollout):
@@ -82,7 +74,7 @@ def test_recording_changes_no_token_and_no_bit():
     "batching", [Batching(5), Batching(3, 1), Batching(4, 0, 12)], ids=["slots", "halved", "pages"]
 )
 def test_experts_are_recorded_alike_whatever_the_slots(batching):
-    rollout, other = drawn(), drawn(EXECUTION, batching)
+    rollout, other = drawn(), drawn(EXECUTION, batching=batching)
     inside = used(rollout)
     np.testing.assert_array_equal(rollout.routes[inside], other.routes[inside])
 

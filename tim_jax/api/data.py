@@ -11,11 +11,12 @@ from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import shown
 from tim_jax.placement import processes
 from tim_jax.tasks import custom
-from tim_jax.tasks.base import Example, Message, SharedGrader, Task
+from tim_jax.tasks.base import Example, Message, Task
 from tim_jax.tasks.dataset import check_open, message_of
 from tim_jax.tasks.environments import Here
 
 _KEYS = ("prompt", "answer")
+_SHORTEST = 16  # tokens that are padded to
 _ANSWER = "answer"  # where an example's data keep it: any value, not only text
 
 
@@ -89,8 +90,7 @@ def as_episodes(examples: tuple[Example, ...], respond: Callable[..., Any]) -> T
 def as_task(examples: tuple[Example, ...], reward: Callable[..., Any] | None) -> Task:
     """A task of these examples, graded by the user's function.
 
-    It is tried at once, with the first example's answer as its completion. Under several processes
-    each grades a part, and all get the same rewards.
+    It is tried at once, with the first example's answer as its completion.
 
     Raises:
       InputError: it is no function of lists, or fails when it is tried.
@@ -109,9 +109,6 @@ def as_task(examples: tuple[Example, ...], reward: Callable[..., Any] | None) ->
         lists = isinstance(error.__cause__, TypeError | AttributeError) or "sequence" in str(error)
         single = lists and not hasattr(reward, "__wrapped__")
         raise InputError(f"grpo: {error}{hint if single else ''}") from error.__cause__
-    count = jax.process_count()
-    if count > 1:
-        grade = SharedGrader(grade, jax.process_index(), count, processes.texts)
     return Task(name, examples, (), grade)
 
 
@@ -122,3 +119,11 @@ def agree(examples: tuple[Example, ...], settings: str) -> None:
     prompts = repr([example.prompt for example in examples])
     digest = hashlib.sha256(prompts.encode()).hexdigest()
     processes.agree(f"{digest} {settings}", "its prompts or its arguments of grpo")
+
+
+def padded(length: int) -> int:
+    """Returns the length to pad prompts or responses to: a power of two.
+
+    So few programs are compiled. Padding changes no bit.
+    """
+    return max(_SHORTEST, 1 << (length - 1).bit_length())

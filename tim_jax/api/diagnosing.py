@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from tim_jax.api import foreign
 from tim_jax.api.model import Model, check_model, load
-from tim_jax.api.rollouts import Rollout, forward_of, read_rows
+from tim_jax.api.rollouts import Rollout
 from tim_jax.common import pages
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.instruments.diagnosis import records, verdict
@@ -101,12 +102,12 @@ class Diagnose:
             `tim_jax.instruments.diagnosis.rollouts.RolloutsError`.
         """
         check_model("diagnose", model)
-        forward = forward_of("diagnose", model)
+        forward = foreign.forward_of("diagnose", model)
         check_choice("diagnose: log_probs", log_probs, ("processed", "raw"))
         default = Distribution(temperature, top_k, top_p, raw=log_probs == "raw")
         Sampling(1, temperature, top_k, top_p)  # checks the three
         given = _rows(rollouts) if isinstance(rollouts, Rollout) else rollouts
-        collected = read_rows(
+        collected = foreign.read(
             "diagnose", model, given, form=format, default=default, skip_bad=skip_bad
         )
         found = verdict.diagnose(

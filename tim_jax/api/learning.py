@@ -12,24 +12,20 @@ import numpy as np
 import optax
 
 from tim_jax import placement
+from tim_jax.api import foreign
+from tim_jax.api.foreign import Response
 from tim_jax.api.model import Model, check_model
-from tim_jax.api.rollouts import padded, read_rows
-from tim_jax.api.training import IN_TRAINING, Started, Step, check_longest, settle, start
+from tim_jax.api.steps import Started, Step, start
+from tim_jax.api.training import IN_TRAINING, check_longest, named, settle
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
-from tim_jax.common.inputs import refuse_all_but
-from tim_jax.common.types import Rollout
+from tim_jax.common.inputs import check_whole, refuse_all_but
 from tim_jax.corrections import Correction
-from tim_jax.instruments.diagnosis import evidence
-from tim_jax.instruments.diagnosis.declared import Distribution
-from tim_jax.instruments.diagnosis.rollouts import Ended, Response
-from tim_jax.model import adapters
 from tim_jax.objectives import Objective
-from tim_jax.rl import drawing, loop, programs, rules
-from tim_jax.rl.drawing import Drawn, Sample
+from tim_jax.rl import drawing, loop, programs
+from tim_jax.rl.drawing import Drawn
 from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import TrainState
-from tim_jax.tasks.base import whole
 
 
 @refuse_all_but(IN_TRAINING)
@@ -92,8 +88,8 @@ def learn(
     else:
         check_model("learn", before)
         model, known = before, training or before.training()
-    responses = _responses(model, rows, format, known)
-    _check_groups(responses, samples := _samples_of(responses, samples, before))
+    responses = foreign.learnable(model, rows, format, known)
+    foreign.check_groups(responses, samples := _samples_of(responses, samples, before))
     numbers = _rewards("rewards", rewards, len(responses), "rows")
     if greedy_rewards is not None:
         count = len(responses) // samples
@@ -123,56 +119,6 @@ def _refuse_again(given: Mapping[str, Any]) -> None:
             )
 
 
-def _responses(model: Model, rows: Any, form: str, training: Training) -> tuple[Response, ...]:
-    """The rows, if all of them can be learnt from as they are."""
-    default = Distribution.of(training.execution.sampling)
-    collected = read_rows("learn", model, rows, form=form, default=default)
-    responses = tuple(map(_whole_vocabulary, collected.responses))
-    for response in responses:
-        _check(response, responses[0], routed=training.learning.routing != "own")
-    return responses
-
-
-def _whole_vocabulary(response: Response) -> Response:
-    """A response whose truncation is recorded as a mass, with log-probs over the whole vocabulary.
-
-    Both policies of a ratio are renormalised by the recorded mass, so that it cancels.
-    """
-    mass = response.kept_log_mass
-    if mass is None:
-        return response
-    declared = replace(response.declared, top_k=0, top_p=1.0)
-    return replace(response, log_probs=response.log_probs + mass, declared=declared)
-
-
-def _check(response: Response, first: Response, *, routed: bool) -> None:
-    asked, where = response.declared, f"learn: {response.where}"
-    if asked.shaped:
-        raise InputError(
-            f"{where}: drawn with {asked.shaping}, which the learner's forward does not apply; ask"
-            " the engine without it"
-        )
-    if asked.raw:
-        raise InputError(
-            f"{where}: has raw log-probs, but was drawn with {asked}; record processed ones, which"
-            " vLLM does with logprobs_mode='processed_logprobs'"
-        )
-    if asked.temperature == 0:
-        raise InputError(f"{where}: is greedy; it has no log-probs to learn from")
-    if asked != first.declared:
-        raise InputError(
-            f"{where}: drawn with {asked}, but {first.where} with {first.declared}; a step is of"
-            " one distribution"
-        )
-    for name, needed in (("supports", first.supports is not None), ("routes", routed)):
-        if needed and getattr(response, name) is None:
-            raise InputError(f"{where}: has no {name}, which all rows of this step must have")
-    if first.supports is None and response.supports is not None:
-        raise InputError(f"{where}: has supports, but {first.where} has none")
-    if response.mask is not None and not response.mask.any():
-        raise InputError(f"{where}: mask is 0 at all tokens; leave its group out")
-
-
 def _samples_of(responses: Sequence[Response], samples: int | None, before: Model | Step) -> int:
     """How many samples a prompt has."""
     if isinstance(before, Step):
@@ -181,24 +127,10 @@ def _samples_of(responses: Sequence[Response], samples: int | None, before: Mode
             raise InputError(f"learn: samples = {samples}, but the steps before had {own}")
         return own
     if samples is not None:
-        whole("learn: samples", samples, least=1)
+        check_whole("learn: samples", samples, least=1)
         return samples
     ends = [i for i, r in enumerate(responses[1:], 1) if r.prompt != responses[i - 1].prompt]
     return ends[0] if ends else len(responses)
-
-
-def _check_groups(responses: Sequence[Response], samples: int) -> None:
-    if len(responses) % samples:
-        raise InputError(
-            f"learn: {len(responses)} rows are no whole groups of {samples} samples a prompt"
-        )
-    for number, response in enumerate(responses):
-        first = responses[number - number % samples]
-        if response.prompt != first.prompt:
-            raise InputError(
-                f"learn: {response.where}: has another prompt than {first.where}, but should be of"
-                f" its group of {samples} samples; give the samples of a prompt one after the other"
-            )
 
 
 def _rewards(name: str, given: Any, count: int, what: str) -> np.ndarray:
@@ -226,8 +158,7 @@ def _first(
     _check_objective(run, responses)
     built = programs.build(run, foreign=True)
     state, started = start(model, built, seed)
-    weights = built.prepare(adapters.whole(state.params, started.base))
-    return _Before(0, state, weights, started)
+    return _Before(0, state, started.prepared(state), started)
 
 
 def _check_sampler(run: Training) -> None:
@@ -246,23 +177,18 @@ def _check_objective(run: Training, responses: Sequence[Response]) -> None:
 
 def _going_on(before: Step, responses: Sequence[Response], samples: int) -> _Before:
     """What a later step begins with: programs for its number of rows."""
-    built, asked = before.started.programs, responses[0].declared
+    built = before.started.programs
     _check_sampler(built.training)
     if built.training.learning.routing == "compared" and built.compare is None:
         raise InputError(
             "learn: the step is one of grpo with routing = 'compared', which compares no experts of"
             " another engine; start anew from step.model"
         )
-    sampling = built.training.execution.sampling
-    known, where = Distribution.of(sampling), responses[0].where
-    if asked != known:
-        raise InputError(f"learn: {where}: drawn with {asked}, but the steps before with {known}")
+    foreign.check_distribution(responses[0], built.training.execution.sampling)
     run = built.training.varied(prompts_per_step=len(responses) // samples)
     _check_objective(run, responses)
-    try:
+    with named("learn"):
         run.check()
-    except rules.RuleError as error:
-        raise InputError(f"learn: {error}") from None
     started = before.started._replace(programs=replace(built, training=run))
     return _Before(before.number, before.state, before.weights, started)
 
@@ -275,7 +201,7 @@ def _step(
     began: float,
 ) -> Step:
     started, built = before.started, before.started.programs
-    run, rollout = built.training, _arrays(started.model, responses)
+    run, rollout = built.training, foreign.arrays(started.model, responses)
     check_longest(run, max(len(r.prompt) + len(r) for r in responses))
     if run.learning.needs_greedy and greedy is None:
         raise InputError(
@@ -284,7 +210,7 @@ def _step(
         )
     if run.learning.routing == "own":
         rollout = replace(rollout, routes=None)
-    samples = _samples(started.model, responses, rewards)
+    samples = foreign.samples(started.model, responses, rewards)
     drawn = Drawn(rollout, samples, rewards, greedy, {}, {})
     state = placement.to_devices(before.state) if run.offload else before.state
     with waiting.during(loop.UPDATING, about=waiting.COMPILES):
@@ -305,27 +231,3 @@ def _step(
     seconds = time.perf_counter() - began
     timing = {"seconds": seconds, "tokens_per_second": metrics["response_tokens"] / seconds}
     return Step(before.number + 1, metrics, timing, samples, state, weights, started)
-
-
-def _arrays(model: Model, responses: Sequence[Response]) -> Rollout:
-    """The responses in few shapes, so that few programs are compiled. Padding changes no bit."""
-    longest = max(len(r) for r in responses)
-    prompts = max(len(r.prompt) for r in responses)
-    most = model.config.max_positions
-    prompts = max(prompts, min(padded(prompts), most - longest))
-    size = max(longest, min(padded(longest), most - prompts))
-    said = [replace(r, ended=r.ended or _looks_ended(r, model)) for r in responses]
-    return evidence.side_by_side(said, prompts, size)
-
-
-def _looks_ended(response: Response, model: Model) -> Ended:
-    """How a response ended that does not say it: by its last token."""
-    return "token" if response.tokens[-1] in model.stop_tokens else "cut"
-
-
-def _samples(model: Model, responses: Sequence[Response], rewards: np.ndarray) -> list[Sample]:
-    decode = model.tokenizer.decode
-    return [
-        Sample(decode(r.prompt), decode(r.tokens, skip_special_tokens=True), "", float(reward))
-        for r, reward in zip(responses, rewards, strict=True)
-    ]

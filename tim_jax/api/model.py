@@ -1,8 +1,6 @@
-"""A model as one value: loaded from a folder or the hub, audited, and written again."""
+"""A model as one value: loaded from a folder or the hub, and written again."""
 
-import html
-import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -11,27 +9,21 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax.typing import DTypeLike
-from rich.console import Console
 
-from tim_jax import mismatch, optimizers
-from tim_jax.app.config.sections import FamilyChoice
-from tim_jax.app.run import assembly, sources
+from tim_jax import mismatch
 from tim_jax.app.run import numerics as run_numerics
-from tim_jax.common import waiting
+from tim_jax.app.run import sources
 from tim_jax.common.errors import InputError, check_choice
-from tim_jax.common.inputs import refuse_unknown, shown
-from tim_jax.instruments import auditing
+from tim_jax.common.inputs import check_whole, refuse_unknown, shown
 from tim_jax.mismatch import Entry, Mismatch
 from tim_jax.model import adapters, calibration, hf
 from tim_jax.model.adapters import Adapter
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
-from tim_jax.numerics import COMPUTE_DTYPES, FAMILIES, Numerics
+from tim_jax.numerics import COMPUTE_DTYPES, FAMILIES, FamilyChoice, Numerics
 from tim_jax.placement import SINGLE, Placement, processes
 from tim_jax.rl import programs
 from tim_jax.rl.training import Training
-from tim_jax.rl.types import Learning
-from tim_jax.tasks.base import whole
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -107,10 +99,9 @@ class Model:
           InputError: there is no such field, or a value is refused.
         """
         execution = self.execution(Sampling(self.most_tokens))
-        optimizer = optimizers.adamw(optimizers.Rate(_LEARNING_RATE))
         if "mismatch" in changes:
             changes["mismatch"] = _dial(changes["mismatch"])
-        return Training(execution, Learning(), optimizer).varied(**changes)
+        return Training(execution).varied(**changes)
 
     def __repr__(self) -> str:
         size = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(self.params))
@@ -121,7 +112,6 @@ class Model:
 
 
 _MOST_TOKENS = 256  # of a response
-_LEARNING_RATE = 1e-6  # what fine-tuning of language models by RL commonly takes
 
 
 def _dial(entries: Any) -> Mismatch:
@@ -184,7 +174,7 @@ def load(
     if not isinstance(source, str | Path):
         raise InputError(f"load: source must be a folder or a name, got {shown(source)}")
     if decode_batch is not None:
-        whole("load: decode_batch", decode_batch, least=1)
+        check_whole("load: decode_batch", decode_batch, least=1)
     model = begin(source, dtype=dtype, family=family, placement=placement)
     return complete(model, source, decode_batch=decode_batch)
 
@@ -210,7 +200,8 @@ def begin(
     found = sources.open_model(str(sources.final_model(source)))
     where = _everywhere() if placement is None else placement
     check_devices(where)
-    assembly.check_placement(where, found.config, where.tensor)
+    tiles = Numerics(column_tiles=where.tensor)
+    programs.check_placement(Execution(found.config, tiles, placement=where))
     numerics = run_numerics.fitted_numerics(
         family,
         dtype,
@@ -326,86 +317,3 @@ def save_adapter(adapter: Adapter, folder: str | Path, model: Model) -> Path:
     """
     whole = replace(adapter, arrays=processes.whole(adapter.arrays))
     return Path(processes.led(lambda: str(adapters.save(folder, whole, model.config))))
-
-
-@dataclass(frozen=True, repr=False)
-class Audit:
-    """What an audit found; `print` shows its cases. Counts are over all that must be equal."""
-
-    passed: bool
-    """Whether every token of every case was equal, some were compared, and all gradients right."""
-    compared_tokens: int
-    unequal_tokens: int
-    cases: Sequence[auditing.CaseResult]
-    """Case by case, with the first unequal token of each, if there is one."""
-    gradients: Sequence[auditing.GradientResult]
-    """How far the compiler's gradients are from float64, unit by unit of the forward."""
-    text: str
-    """A table for people, and two lines on the whole."""
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __repr__(self) -> str:
-        """The two lines, and the first cases that failed."""
-        failed = [case for case in self.cases if not case.passed]
-        lines = (f"unequal: {x.name}, {x.unequal_tokens:,} tokens" for x in failed[:6])
-        return "\n".join(
-            [f"Audit of {len(self.cases)} cases", *self.text.splitlines()[-2:], *lines]
-        )
-
-    def _repr_html_(self) -> str:
-        return f'<pre style="line-height: 1.1; overflow-x: auto">{html.escape(self.text)}</pre>'
-
-
-def audit(model: Model, *, quick: bool = False) -> Audit:
-    """Proves that the sampler's and the learner's log-probs of this model are the same bits here.
-
-    Sequences are drawn from random prompts; the learner and other batches of the sampler then
-    compute their log-probs again, in other orders, paddings and micro-batches, and all bits are
-    compared. As a control, native kernels are compared too, where a difference is expected: it
-    shows that the comparison sees one. At the end the gradients of the forward's units are compared
-    with float64: sampler and learner would agree on what a wrong compiler makes.
-
-    Args:
-      model: whose numerics and placement are proved, on the devices at hand.
-      quick: fewer cases. On two cores these take about two minutes for a small model, and all of
-        them about six: nearly all of it is compilation. Who waits is told which case it is.
-
-    Raises:
-      InputError: the model has too few positions.
-    """
-    check_model("audit", model)
-    sizes = auditing.Sizes.fitting(model.config)
-    where, single = model.placement, model.placement.single
-    cases = auditing.standard_cases(model.config, sizes, quick=quick)
-    if not single:
-        cases = auditing.placed_cases(model.config, sizes, [where])
-    results = auditing.audit(
-        processes.whole(model.merged_params),
-        model.config,
-        numerics=(model.numerics,),
-        cases=cases,
-        sizes=sizes,
-        control=single,
-    )
-    count = len(cases) + single  # and the control
-    results = waiting.each(results, "auditing a case", about=waiting.COMPILES, total=count)
-    checked = list(results)
-    with waiting.during("checking the compiler's gradients", about=waiting.COMPILES):
-        gradients = auditing.check_gradients(auditing.of_backward(model.numerics))
-    found = auditing.summarise(checked, model=repr(model), gradients=gradients)
-    return Audit(
-        found.passed,
-        found.compared_tokens,
-        found.unequal_tokens,
-        found.cases,
-        found.gradients,
-        f"{_drawn(auditing.table(found.cases))}{auditing.verdict(found)}",
-    )
-
-
-def _drawn(table: Any) -> str:
-    out = io.StringIO()
-    Console(file=out, width=140, force_terminal=False).print(table)
-    return out.getvalue()

@@ -10,25 +10,18 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from tim_jax import placement
-from tim_jax.api.data import as_prompt
+from tim_jax.api import data, foreign
 from tim_jax.api.model import Model, check_model
 from tim_jax.app.run.display import printable
 from tim_jax.common import types, waiting
 from tim_jax.common.errors import InputError
-from tim_jax.common.inputs import refuse_unknown, shown
-from tim_jax.instruments.diagnosis import evidence, readers
-from tim_jax.instruments.diagnosis.evidence import Forward
-from tim_jax.instruments.diagnosis.rollouts import Collected, Limits, collect
-from tim_jax.model.execution import Batching, Execution, Sampling, jit
+from tim_jax.common.inputs import check_whole, refuse_unknown, shown
+from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.placement import processes
-from tim_jax.rl import drawing, programs, sharded
+from tim_jax.rl import drawing, programs
 from tim_jax.rl.drawing import Text
-from tim_jax.tasks.base import Example, whole
-
-_SHORTEST = 16  # tokens
+from tim_jax.tasks.base import Example
 
 
 @dataclass(frozen=True, repr=False)
@@ -165,17 +158,17 @@ def request(
 ) -> Request:
     """What `sample` would draw. Needs no weights; arguments and errors as of `sample`."""
     check_model("sample", model)
-    whole("sample: samples", samples, least=1)
-    whole("sample: seed", seed, least=0, most=2**32 - 1)
+    check_whole("sample: samples", samples, least=1)
+    check_whole("sample: seed", seed, least=0, most=2**32 - 1)
     if slots is not None:
-        whole("sample: slots", slots, least=1)
+        check_whole("sample: slots", slots, least=1)
     model.execution(sampling)  # which refuses a distribution that the model cannot have
     asked, most = _checked(prompts), sampling.max_tokens
     text = text_of(model, [Example(prompt, "") for prompt in asked], most, template, options)
-    width = min(padded(text.max_prompt_length), model.config.max_positions - most)
+    width = min(data.padded(text.max_prompt_length), model.config.max_positions - most)
     text = replace(text, max_prompt_length=width)
     # Every device gets as many rows: the last prompt is repeated, and its rows are dropped.
-    filling = -len(asked) % sharded.prompts_multiple(model.placement, samples)
+    filling = -len(asked) % model.placement.prompts_multiple(samples)
     wanted = Request(asked + asked[-1:] * filling, len(asked), samples, sampling, seed, text, slots)
     if wanted.rows * (width + most) >= 2**31:  # places in an array are numbers of 32 bits
         raise InputError(
@@ -217,7 +210,7 @@ def _checked(prompts: Any) -> list[Any]:
     listed = list(prompts)
     if not listed:
         raise InputError("sample: prompts is empty; give one or more")
-    return [as_prompt(prompt, f"sample: prompt {i}") for i, prompt in enumerate(listed)]
+    return [data.as_prompt(prompt, f"sample: prompt {i}") for i, prompt in enumerate(listed)]
 
 
 def text_of(
@@ -244,14 +237,6 @@ def text_of(
     text = Text(model.tokenizer, room, chat_template, tuple(template_options.items()), now)
     encoded = text.encoded(examples, range(len(examples)))
     return replace(text, max_prompt_length=max(map(len, encoded)))
-
-
-def padded(length: int) -> int:
-    """Returns the length to pad prompts or responses to: a power of two.
-
-    So few programs are compiled. Padding changes no bit.
-    """
-    return max(_SHORTEST, 1 << (length - 1).bit_length())
 
 
 def score(
@@ -288,10 +273,10 @@ def score(
             raise InputError(
                 "score: micro_batch is for a rollout of `sample`; leave it out of rows"
             )
-        return _scored_rows(model, rollout, format)
+        return foreign.scored(model, rollout, format)
     rows, shards = len(rollout), model.placement.shards
     if micro_batch is not None:
-        whole("score: micro_batch", micro_batch, least=1)
+        check_whole("score: micro_batch", micro_batch, least=1)
         micro_batch = min(micro_batch + -micro_batch % shards, rows + -rows % shards)
     # Whole micro-batches, on every device as many rows: filled up with copies of the last one.
     chosen = np.minimum(np.arange(rows + -rows % (micro_batch or shards)), rows - 1)
@@ -300,50 +285,6 @@ def score(
     with waiting.during("scoring", about=waiting.COMPILES):
         log_probs = jax.device_get(program(model.weights, filled))[:rows]
     return np.where(rollout.mask, log_probs, np.float32(0.0))
-
-
-def _scored_rows(model: Model, rows: Any, form: str) -> np.ndarray:
-    responses = read_rows("score", model, rows, form=form).responses
-    found = evidence.log_probs(forward_of("score", model), responses)
-    size = max(len(response) for response in responses)
-    scored = np.zeros((len(responses), size), np.float32)
-    ends = np.cumsum([len(response) for response in responses])[:-1]
-    for row, response, own in zip(scored, responses, np.split(found, ends), strict=True):
-        kept = np.ones(len(own), bool) if response.mask is None else response.mask
-        row[: len(own)] = np.where(kept, own, np.float32(0.0))
-    return scored
-
-
-def read_rows(who: str, model: Model, rows: Any, *, form: str, **how: Any) -> Collected:
-    """What another engine drew, as `diagnosis.rollouts.collect` gives it, for this model.
-
-    Raises:
-      InputError: it is neither a file nor rows, or they cannot be read.
-    """
-    if not isinstance(rows, str | Path | Iterable) or isinstance(rows, Mapping):
-        raise InputError(
-            f"{who}: give what tim_jax.sample returns, a file, or rows of another engine, got"
-            f" {type(rows).__name__}"
-        )
-    return collect(
-        readers.read(rows, form=form, pad=model.tokenizer.pad_token_id),
-        limits=Limits.of(model.config),
-        tokenizer=model.tokenizer,
-        **how,
-    )
-
-
-def forward_of(who: str, model: Model) -> Forward:
-    """The exact forward of a model on one device, for rows of other engines.
-
-    Raises:
-      InputError: the model lies on a mesh.
-    """
-    if not model.placement.single:
-        raise InputError(f"{who}: load the model on one device, not on a mesh")
-    execution = model.execution(Sampling(1))
-    size = min(len(model.tokenizer), model.config.vocab_size)
-    return Forward(model.weights, execution, size, execution.sampling.stop_tokens)
 
 
 @lru_cache(maxsize=32)
@@ -357,11 +298,4 @@ def _sampler(execution: Execution, samples: int, slots: int | None) -> Any:
 
 @lru_cache(maxsize=32)
 def _scorer(execution: Execution, micro_batch: int | None) -> Any:
-    on = placement.mesh(execution.placement, jax.devices())
-    scored = sharded.scoring(execution, on, micro_batch=micro_batch)
-
-    def score(weights: Any, rollout: types.Rollout) -> jax.Array:
-        return scored(weights, rollout)[0]
-
-    whole = NamedSharding(on, PartitionSpec())
-    return jit(score, execution.numerics, out_shardings=whole)
+    return programs.scoring_program(execution, micro_batch=micro_batch)

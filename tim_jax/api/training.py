@@ -1,140 +1,28 @@
 """Training as a generator of steps: the caller logs, stops and keeps what it wants."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
 
-import jax
 import optax
 
 from tim_jax import corrections
 from tim_jax.api import data
 from tim_jax.api.model import Model, check_devices, check_model
 from tim_jax.api.rollouts import text_of
-from tim_jax.app.run import display
-from tim_jax.common import pages
+from tim_jax.api.steps import Step, start
 from tim_jax.common.errors import InputError
-from tim_jax.common.inputs import refuse_all_but, shown
+from tim_jax.common.inputs import check_whole, refuse_all_but, shown
 from tim_jax.corrections import Correction, Mode
 from tim_jax.model import adapters
-from tim_jax.model.adapters import Adapter, Lora
 from tim_jax.objectives import Objective
-from tim_jax.placement import processes
-from tim_jax.rl import loop, programs, rules
-from tim_jax.rl.drawing import Sample, Text
+from tim_jax.rl import drawing, loop, programs, rules
+from tim_jax.rl.drawing import Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.rules import Turns
 from tim_jax.rl.training import FIELDS, Training
-from tim_jax.rl.types import TrainState
-from tim_jax.tasks.base import Task, whole
-
-
-@dataclass(frozen=True, repr=False)
-class Step:
-    """One finished step of training; `print` shows it as a line."""
-
-    number: int
-    """From 1."""
-    metrics: dict[str, float]
-    """What was measured: `reward`, `exact_share`, `response_length`, `loss` and many more."""
-    timing: dict[str, float]
-    """Seconds and tokens per second."""
-    samples: list[Sample]
-    """Each completion with its prompt, answer and reward."""
-    state: TrainState
-    """All that an update changes; the next step takes its memory."""
-    weights: Any
-    """The parameters as they are computed with."""
-    started: "Started"
-    """What all steps have in common."""
-
-    def __str__(self) -> str:
-        fields = display.step_fields(self.metrics | self.timing)
-        return f"step {self.number}  " + "  ".join(f"{label} {text}" for label, text in fields)
-
-    def __repr__(self) -> str:
-        """The line, and the first completions with their rewards."""
-        rows = (display.Completion(x.prompt, x.completion, x.reward) for x in self.samples[:4])
-        return "\n".join([str(self), *(display.completion_line(row, width=100) for row in rows)])
-
-    def _repr_html_(self) -> str:
-        rows = [(f"{x.reward:g}", x.prompt, x.completion, x.answer) for x in self.samples[:8]]
-        head = ("reward", "prompt", "completion", "answer")
-        return pages.paragraphs([str(self)]) + pages.html_table(pages.Table("", head, rows))
-
-    @cached_property
-    def model(self) -> Model:
-        """The model after this step.
-
-        A copy of its own if training goes on, as that takes the step's buffers: ask for it before
-        the next step, and only at steps where you need it. Adapters are merged; it computes the
-        bits that training had.
-
-        Raises:
-          InputError: training has gone on, and the step's weights are gone.
-        """
-        self.check_there()
-        started = self.started
-        return replace(started.model, params=started.merged(self.state.params), adapter=None)
-
-    @cached_property
-    def adapter(self) -> Adapter:
-        """The adapter after this step, to save it (`save_adapter`) or go on from it; a copy too.
-
-        Raises:
-          InputError: none is trained, or as `model`.
-        """
-        if self.started.lora is None:
-            raise InputError(
-                "there is no adapter; training=model.training(lora=tim_jax.Lora(8)) trains one"
-            )
-        self.check_there()
-        return Adapter(self.started.lora, loop.copied(self.state.params))
-
-    def check_there(self) -> None:
-        """Raises `InputError` if training has gone on, and the step's weights are gone."""
-        leaves = jax.tree.leaves(self.state.params)
-        if any(leaf.is_deleted() for leaf in leaves):
-            raise InputError(
-                f"the model of step {self.number} is gone, its memory was taken by the next step;"
-                " take step.model before going on"
-            )
-
-
-class Started(NamedTuple):
-    """What a training started from, and computes with: the same at each of its steps."""
-
-    model: Model
-    programs: Programs
-    base: Any  # the parameters that stay as they are, if adapters are trained
-    reference: Any  # compute weights of the KL term's reference policy, if there is one
-
-    @property
-    def lora(self) -> Lora | None:
-        """Sizes of the adapters that are trained, if any are."""
-        return self.programs.training.execution.lora
-
-    def merged(self, trained: Any) -> Any:
-        """The parameters of a model of what is trained, in buffers of their own."""
-        merge = self.programs.merged
-        return loop.copied(trained) if merge is None else merge(adapters.whole(trained, self.base))
-
-
-def start(model: Model, built: Programs, seed: int) -> tuple[TrainState, Started]:
-    """The state before the first step, and what stays; `seed` names the values of new adapters."""
-    lora, trained, base = built.training.execution.lora, model.params, None
-    if lora is not None:
-        given = model.adapter
-        trained = adapters.init(model.config, lora, seed) if given is None else given.arrays
-        base = built.place(adapters.narrowed(processes.whole(model.params)))
-    # Training takes the buffers of what it starts from: the model keeps its own.
-    state = built.init(_apart(trained))
-    reference = None
-    if built.training.learning.objective.has_reference:
-        reference = built.prepare(adapters.whole(_apart(trained), base))
-    return state, Started(model, built, base, reference)
-
+from tim_jax.tasks.base import Task
 
 IN_TRAINING = {
     **{one.name: f"objective=tim_jax.objectives.grpo({one.name}=...)" for one in fields(Objective)},
@@ -215,8 +103,8 @@ def grpo(
       NonFiniteError: from a step, after five updates in a row that were not finite.
     """
     check_model("grpo", model)
-    whole("grpo: steps", steps, least=1)
-    whole("grpo: seed", seed, least=0, most=2**32 - 1)
+    check_whole("grpo: steps", steps, least=1)
+    check_whole("grpo: seed", seed, least=0, most=2**32 - 1)
     given = {
         "samples": samples,
         "prompts_per_step": prompts_per_step,
@@ -229,7 +117,7 @@ def grpo(
     examples = data.as_examples(prompts_and_answers)
     if respond is None:
         _refuse_turns(reward, training, max_turns)
-        task = data.as_task(examples, reward)
+        task = drawing.shared(data.as_task(examples, reward))
     else:
         task = data.as_episodes(examples, respond)
         given |= _episodes(model, task, training, max_turns, max_tokens)
@@ -278,7 +166,7 @@ def _episodes(
     """The run's limits: of an episode's turns, of the tokens of one, and of all its tokens."""
     for name, value in (("max_turns", max_turns), ("max_tokens", tokens)):
         if value is not None:
-            whole(f"grpo: {name}", value, least=1)
+            check_whole(f"grpo: {name}", value, least=1)
     own = training if isinstance(training, Training) and training.turns else None
     turns = own.turns if own else None
     turns = turns or Turns(max_tokens=max(1, min(256, model.config.max_positions // 32)))
@@ -300,10 +188,8 @@ def settle(
     """
     given = {name: value for name, value in given.items() if value is not None}
     _check_values(who, given.get("objective"), given.get("optimizer"), training)
-    try:
+    with named(who):
         run = _run(who, model, training, given)
-    except rules.RuleError as error:
-        raise InputError(f"{who}: {error}") from None
     where = run.execution.placement
     return replace(model, placement=where, numerics=run.execution.numerics), run
 
@@ -335,7 +221,7 @@ def _check_values(who: str, objective: Any, optimizer: Any, training: Any) -> No
 def _run(who: str, model: Model, training: Training | None, given: dict[str, Any]) -> Training:
     for name in ("samples", "prompts_per_step"):
         if name in given:
-            whole(f"{who}: {name}", given[name], least=1)
+            check_whole(f"{who}: {name}", given[name], least=1)
     run = model.training() if training is None else training
     if run.execution.config != model.config:
         raise InputError(f"{who}: training is of another architecture; take model.training(...)")
@@ -365,6 +251,15 @@ def _run(who: str, model: Model, training: Training | None, given: dict[str, Any
     return run
 
 
+@contextmanager
+def named(who: str) -> Iterator[None]:
+    """A context in which the error of settings that do not go together names the function."""
+    try:
+        yield
+    except rules.RuleError as error:
+        raise InputError(f"{who}: {error}") from None
+
+
 def _steps(
     model: Model, task: Task, text: Text, built: Programs, *, seed: int, **how: Any
 ) -> Iterator[Step]:
@@ -373,9 +268,3 @@ def _steps(
     for step in loop.train(state, task, text, seed=seed, **how):
         seen = step.number, step.metrics, step.timing, step.samples
         yield Step(*seen, step.state, step.weights, started)
-
-
-def _apart(params: Any) -> Any:
-    """Parameters in buffers of their own; those on the host are copied by being moved."""
-    on_device = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
-    return loop.copied(params) if on_device else params

@@ -17,7 +17,7 @@ from tim_jax.app import arguments as read
 from tim_jax.app.arguments import RefusedError
 from tim_jax.app.run import signals
 from tim_jax.common import errors, inputs, machine, waiting
-from tim_jax.common.errors import Ending, InputError
+from tim_jax.common.errors import Ending, InputError, writing
 
 if TYPE_CHECKING:
     from tim_jax.app.config.run import RunConfig
@@ -312,20 +312,20 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _ablate(arguments: argparse.Namespace) -> int:
-    from tim_jax.app.jobs import audit, memory
+    from tim_jax.app.jobs import benches, measuring, memory
 
     for name in ("quick", "family", "interpret", "several_tiles"):
         if getattr(arguments, name):
             raise InputError(f"--{name.replace('_', '-')} does not go with --sampler")
-    dial = audit.read_dial(arguments.sampler)
+    dial = measuring.read_dial(arguments.sampler)
     with memory.explained(lambda: {"": ("--prompts", "--samples", "--dtype bfloat16")}):
-        bench = audit.make_bench(
+        bench = benches.make_bench(
             arguments.model,
             prompts=arguments.prompts or 32,
             samples=arguments.samples or 8,
             dtype=arguments.dtype,
         )
-        result = audit.measure(bench, dial, chart=arguments.chart)
+        result = measuring.measure(bench, dial, chart=arguments.chart)
     _write(arguments.json, result.json)
     _write(arguments.markdown, result.markdown)
     return 0 if result.exact else 1
@@ -406,10 +406,8 @@ def _for_libtpu() -> None:
 def _write(path: Path | None, text: str) -> None:
     if path is None:
         return
-    try:
+    with writing(path):
         path.write_text(text + "\n")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

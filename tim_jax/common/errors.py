@@ -8,7 +8,8 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -198,6 +199,15 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
         if len(value) >= _SHORTEST_SECRET and _SECRET.search(name):
             text = text.replace(value, f"${name}")
     return text
+
+
+@contextmanager
+def writing(path: object) -> Iterator[None]:
+    """A context in which what cannot be written is an `InputError` that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
 def lost_output() -> str:

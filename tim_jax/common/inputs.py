@@ -222,6 +222,19 @@ def whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def check_whole(
+    name: str, value: object, *, least: int | None = None, most: int | None = None
+) -> int:
+    """Returns `value`, checked to be a whole number of at least `least` and at most `most`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InputError(f"{name} must be a whole number, got {value!r}")
+    if least is not None and value < least:
+        raise InputError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise InputError(f"{name} must be at most {most}, got {shown(value)}")
+    return value
+
+
 def check_kinds(value: Any) -> None:
     """Refuses fields of a dataclass that are no number, or neither true nor false, as they should.
 

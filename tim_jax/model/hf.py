@@ -53,14 +53,12 @@ _JOINS = "eh_proj.weight"  # which only a layer that predicts further tokens has
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
-def resolve(
-    folder_or_hub: str | os.PathLike, *, revision: str | None = None, config_only: bool = False
-) -> Path:
+def resolve(folder_or_hub: str | os.PathLike, *, config_only: bool = False) -> Path:
     """The local folder of a checkpoint; a name that is no folder is downloaded from the hub.
 
-    "tiny" is a model that comes with the package (`scripts/tiny_model.sh` made it). `revision` is a
-    branch, tag or commit on the hub; `config_only` leaves the weights there. Raises `InputError` if
-    there is no such folder and the hub does not give one.
+    "tiny" is a model that comes with the package (`scripts/tiny_model.sh` made it). `config_only`
+    leaves the weights on the hub. Raises `InputError` if there is no such folder and the hub does
+    not give one.
     """
     name, path = str(folder_or_hub), expanded(folder_or_hub)
     if name and path.is_dir():
@@ -75,9 +73,7 @@ def resolve(
         wanted = ["config.json"] if config_only else _WANTED_FILES
         with waiting.during(f"downloading the model {name} from the hub"):
             return Path(
-                snapshot_download(
-                    name, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED_FILES
-                )
+                snapshot_download(name, allow_patterns=wanted, ignore_patterns=_UNWANTED_FILES)
             )
     except Exception as error:  # whatever the transport, the hub or its cache raise
         reason = " ".join(str(error).split())[:200]

@@ -8,7 +8,7 @@ tile sizes only say how the work is divided among programs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
@@ -196,6 +196,7 @@ TPU_F32 = TpuTiles(block_k=512, attention_blocks=2)  # elements have twice the b
 
 Family = Literal["tiles", "native", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
+FamilyChoice = Literal["auto", Family]  # "auto": the one that is exact on the devices at hand
 GPU_FAMILIES = ("pallas_gpu", "pallas_mosaic_gpu")  # of kernels for GPUs
 Scale = Literal["none", "token"]
 Attention = Literal["family", "flash", "flash_interpreted", "triton"]
@@ -476,6 +477,29 @@ class Numerics:
         if self.family == "pallas_tpu":
             return self.tpu.expert_rows
         return self.rows_for(contraction).low
+
+
+def describe(numerics: Numerics) -> str:
+    """Short text: family, dtype, and what differs from the default of both."""
+    plain = Numerics(family=numerics.family, compute_dtype=numerics.compute_dtype)
+    words = [numerics.family, numerics.compute_dtype]
+    for field in fields(numerics):
+        value = getattr(numerics, field.name)
+        if value != getattr(plain, field.name):
+            words.append(f"{field.name}={_short(value)}")
+    return " ".join(words)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple):  # of pairs, or of values
+        pairs = (part if isinstance(part, tuple) else (part,) for part in value)
+        return ",".join(":".join(map(_short, pair)) for pair in pairs)
+    if isinstance(value, Rows):
+        return f"{value.low}..{'any' if value.high is None else value.high}"
+    if is_dataclass(value):
+        parts = (_short(getattr(value, field.name)) for field in fields(value))
+        return f"({' '.join(parts)})"
+    return str(value)
 
 
 EXACT_F32 = Numerics()

@@ -17,7 +17,7 @@ Arrays that are not needed for a while can wait in the host's memory (`to_host`,
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Any, Literal
 
 import jax
@@ -90,6 +90,10 @@ class Placement:
         """`shards` as messages name it, such as "data x fsdp = 8"."""
         named = ROWS if self.expert > 1 else ROWS[:-1]
         return f"{' x '.join(named)} = {self.shards}"
+
+    def prompts_multiple(self, samples: int) -> int:
+        """What a number of prompts must be a multiple of, so that all devices have as many rows."""
+        return self.shards // gcd(self.shards, samples)
 
     @property
     def single(self) -> bool:

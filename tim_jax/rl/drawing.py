@@ -21,11 +21,12 @@ from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts, Rollout, more_rows
 from tim_jax.objectives import advantages
+from tim_jax.placement import processes
 from tim_jax.rl import episodes
 from tim_jax.rl.episodes import Played
 from tim_jax.rl.programs import Programs
 from tim_jax.tasks import base
-from tim_jax.tasks.base import Example, Task
+from tim_jax.tasks.base import Example, SharedGrader, Task
 from tim_jax.tasks.bridges import Bridge, Bridged
 from tim_jax.tasks.episodes import Answering, Environment, History
 from tim_jax.tasks.text import check_prompts, dated, encode_prompt
@@ -172,6 +173,15 @@ class Begun(NamedTuple):
     key: jax.Array
     rounds: list[tuple[list[int], list[int]]]  # rows of the training set, and what names them
     first: _Sampling
+
+
+def shared(task: Task) -> Task:
+    """The task, graded in parts by several processes if there are any: all then must grade."""
+    count = jax.process_count()
+    if count == 1:
+        return task
+    grade = SharedGrader(task.grade, jax.process_index(), count, processes.texts)
+    return replace(task, grade=grade)
 
 
 def draw(

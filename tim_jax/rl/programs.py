@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tim_jax import optimizers, placement
+from tim_jax import placement
 from tim_jax.common.types import Prompts, Rollout
-from tim_jax.mismatch import Mismatch, dial
+from tim_jax.mismatch import dial
 from tim_jax.model import adapters, parameters
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit, lean
 from tim_jax.model.weights import param_axes, weight_axes
@@ -20,7 +20,7 @@ from tim_jax.placement import Devices
 from tim_jax.rl import comparing, episodes, learner, sharded
 from tim_jax.rl.experience import experience
 from tim_jax.rl.training import Training
-from tim_jax.rl.types import Experience, Learning, Policy, TrainState, mini_batch
+from tim_jax.rl.types import Experience, Learning, Policy, TrainState
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ def build(training: Training, devices: Devices | None = None, *, foreign: bool =
     there = jax.devices() if devices is None else devices
     training.check_devices(there)
     execution, learning, sampler = training.execution, training.learning, training.sampler
-    optimizer, mismatch = training.scaled_optimizer, sampler.mismatch
+    mismatch = sampler.mismatch
     where = _Where.of(execution, there)
     policy, numerics, whole = where.policy(learning), execution.numerics, where.whole
     of_base = param_axes(execution.config)
-    starting = partial(init, optimizer, learning)
+    starting = partial(Training.init, training)
     state = where.state(starting)
     preparing = partial(experience, score=policy.score, learning=learning)
-    update = _updating(policy, learning, optimizer, mini_batches=training.mini_batches)
+    update = _updating(policy, training)
     updated = state, where.weights, whole
     aged = training.kept_weights > 0
     differs = aged or mismatch.active or (foreign and learning.routing == "compared")
@@ -162,13 +162,14 @@ def _replayed(where: "_Where", learning: Learning) -> Callable[..., Any] | None:
     return replace(where, execution=replaying).policy(learning).score
 
 
-def _updating(policy: Policy, learning: Learning, optimizer, *, mini_batches: int) -> Callable:
+def _updating(policy: Policy, training: Training) -> Callable:
     """(state, weights, experience, index, response length, base) -> as `learner.update`."""
+    optimizer = training.scaled_optimizer
+    how: Any = {"policy": policy, "learning": training.learning, "optimizer": optimizer}
 
     def update(state, weights, batch: Experience, index, response_length, base=None):
-        part = mini_batch(batch, index, count=mini_batches)
-        options = {"policy": policy, "learning": learning, "optimizer": optimizer, "base": base}
-        return learner.update(state, weights, part, response_length, **options)
+        part = training.mini_batch(batch, index)
+        return learner.update(state, weights, part, response_length, base=base, **how)
 
     return update
 
@@ -187,31 +188,13 @@ def layout(execution: Execution, starting: Callable[..., TrainState], devices: D
     return Layout(where.state(starting), where.weights)
 
 
-def init(optimizer, learning: Learning, params) -> TrainState:
-    """Returns the state before the first step: fresh optimizer, correction and counters.
-
-    `params` are what is trained: all parameters, or the adapters alone.
-    """
-    opt_state = optimizers.first_state(optimizer, params)
-    objective = learning.objective
-    adapted = objective.controller is not None
-    return TrainState(
-        params=params,
-        optimizer=opt_state,
-        correction=cast(tuple, learning.correction.init(params)),
-        step=jnp.int32(0),
-        skipped=jnp.int32(0),
-        reward_kl=jnp.float32(objective.reward_kl_coefficient) if adapted else None,
-    )
-
-
 def sampling_program(
     execution: Execution,
     *,
     samples: int,
     batching: Batching = ALL_AT_ONCE,
     devices: Devices | None = None,
-    mismatch: Mismatch = dial.EXACT,
+    mismatch: dial.Mismatch = dial.EXACT,
 ) -> Callable[..., Rollout]:
     """Jitted (weights, prompts, key) -> rollout, `samples` responses per prompt.
 
@@ -245,7 +228,7 @@ def in_flight_program(
     samples: int,
     batching: Batching = ALL_AT_ONCE,
     devices: Devices | None = None,
-    mismatch: Mismatch,
+    mismatch: dial.Mismatch,
 ) -> Callable[..., Rollout]:
     """The same of several weights, oldest first, for a `mismatch` with `in_flight_updates`.
 
@@ -272,6 +255,22 @@ def in_flight_program(
         return dial.report(rollout, prompts, key, mismatch=mismatch, samples=samples)
 
     return jit(sample, execution.numerics, out_shardings=where.whole)
+
+
+def scoring_program(execution: Execution, *, micro_batch: int | None) -> Callable[..., jax.Array]:
+    """Jitted (weights, rollout) -> log-probs f32[B, R] by the learner's forward."""
+    where = _Where.of(execution, None)
+    scored = sharded.scoring(execution, where.mesh, micro_batch=micro_batch)
+
+    def score(weights: Any, rollout: Rollout) -> jax.Array:
+        return scored(weights, rollout)[0]
+
+    return jit(score, execution.numerics, out_shardings=where.whole)
+
+
+def policy(execution: Execution, learning: Learning, devices: Devices | None = None) -> Policy:
+    """The policy that an execution computes, on its mesh, for programs beside a run's."""
+    return _Where.of(execution, devices).policy(learning)
 
 
 def weights_program(execution: Execution, devices: Devices | None = None) -> Callable[..., Any]:
@@ -318,6 +317,11 @@ def publication(
         return weights if stay else jax.device_put(weights, target)
 
     return publish
+
+
+def check_placement(execution: Execution, devices: Devices | None = None) -> None:
+    """Raises `InputError` if the model cannot lie so, or there are too few devices."""
+    _Where.of(execution, devices)
 
 
 @dataclass(frozen=True)

@@ -397,11 +397,6 @@ def check_rows(rows: int, where: Placement, what: str) -> None:
         )
 
 
-def prompts_multiple(where: Placement, samples: int) -> int:
-    """What the number of prompts must be a multiple of, so that all devices have as many rows."""
-    return where.shards // gcd(where.shards, samples)
-
-
 def _local_micro_batch(micro_batch: int | None, rows: int, where: Placement) -> int | None:
     """A device's rows of each micro-batch of the learner."""
     check_rows(rows, where, "of the learner")

@@ -1,10 +1,12 @@
 """A run of GRPO as one value: what its configuration, `tim_jax.grpo`, a plan and a study make."""
 
 import textwrap
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import gcd, lcm
-from typing import Any
+from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from tim_jax import optimizers, placement
@@ -16,7 +18,7 @@ from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.placement import SINGLE, Devices, Placement, check_host
 from tim_jax.rl import rules
 from tim_jax.rl.rules import Turns
-from tim_jax.rl.types import Learning
+from tim_jax.rl.types import Experience, Learning, TrainState, mini_batch
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,10 @@ class Sampler:
         check_kinds(self)
 
 
+# At the learning rate that fine-tuning of language models by RL commonly takes.
+_ADAMW = optimizers.adamw(optimizers.Rate(1e-6))
+
+
 @dataclass(frozen=True)
 class Training:
     """How every step of a run is drawn and learnt from.
@@ -49,9 +55,9 @@ class Training:
 
     execution: Execution
     """The policy; its placement is the learner's. Its routing is that of `learning`."""
-    learning: Learning
+    learning: Learning = field(default_factory=Learning)
     """How rollouts become gradients."""
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformation = _ADAMW
     """In float16 its loss is scaled, unless it scales the loss already; see `scaled_optimizer`."""
     prompts_per_step: int = 8
     mini_batches: int = 1
@@ -134,6 +140,26 @@ class Training:
     def order(self) -> tuple[int, ...]:
         """The number of the mini-batch that each update of a step takes, from 0."""
         return tuple(range(self.mini_batches)) * self.epochs
+
+    def mini_batch(self, batch: Experience, index: jax.Array) -> Experience:
+        """The rows of a step's mini-batch `index`, from 0."""
+        return mini_batch(batch, index, count=self.mini_batches)
+
+    def init(self, params: Any) -> TrainState:
+        """Returns the state before the first step: fresh optimizer, correction and counters.
+
+        `params` are what is trained: all parameters, or the adapters alone.
+        """
+        objective = self.learning.objective
+        adapted = objective.controller is not None
+        return TrainState(
+            params=params,
+            optimizer=optimizers.first_state(self.scaled_optimizer, params),
+            correction=cast(tuple, self.learning.correction.init(params)),
+            step=jnp.int32(0),
+            skipped=jnp.int32(0),
+            reward_kl=jnp.float32(objective.reward_kl_coefficient) if adapted else None,
+        )
 
     @property
     def updates(self) -> int:
@@ -283,9 +309,7 @@ def _places() -> dict[str, tuple[tuple[str, ...], str]]:
         ("learning",): Learning,
         (): Training,
     }
-    found = {
-        field.name: (path, field.name) for path, kind in rooms.items() for field in fields(kind)
-    }
+    found = {one.name: (path, one.name) for path, kind in rooms.items() for one in fields(kind)}
     found |= {
         name: (("execution",), name) for name in ("placement", "numerics", "sampling", "lora")
     }

@@ -213,17 +213,6 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def whole(name: str, value: object, *, least: int | None = None, most: int | None = None) -> int:
-    """Returns `value`, checked to be a whole number of at least `least` and at most `most`."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InputError(f"{name} must be a whole number, got {value!r}")
-    if least is not None and value < least:
-        raise InputError(f"{name} must be at least {least}, got {value}")
-    if most is not None and value > most:
-        raise InputError(f"{name} must be at most {most}, got {shown(value)}")
-    return value
-
-
 def span(name: str, value: object, least: int, largest: int) -> tuple[int, int]:
     """Returns `value`, checked to be two whole numbers in order, from `least` to `largest`."""
     match value:

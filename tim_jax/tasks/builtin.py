@@ -34,6 +34,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.inputs import check_whole
 from tim_jax.tasks.base import (
     EOS,
     Example,
@@ -45,7 +46,6 @@ from tim_jax.tasks.base import (
     rng_for,
     share,
     span,
-    whole,
 )
 from tim_jax.tasks.environments import Here
 from tim_jax.tasks.episodes import Completion, Reply
@@ -150,8 +150,8 @@ def countdown(
       largest_target: targets, and all intermediate results of the worked form, are at most this.
     """
     least, most = span("numbers", numbers, 2, MOST_NUMBERS)
-    whole("largest", largest, least=1, most=LARGEST_NUMBER)
-    whole("largest_target", largest_target, least=largest, most=LARGEST_NUMBER)
+    check_whole("largest", largest, least=1, most=LARGEST_NUMBER)
+    check_whole("largest_target", largest_target, least=largest, most=LARGEST_NUMBER)
 
     def draw(rng: random.Random) -> Example:
         return _countdown(rng, least + below(rng, most - least + 1), largest, largest_target)
@@ -200,8 +200,8 @@ def guessing(
         that could have been right, after what was told before.
     """
     least, most = span("numbers", numbers, 2, LARGEST_NUMBER)
-    whole("largest", largest, least=most, most=LARGEST_NUMBER)
-    whole("guesses", guesses, least=1, most=LARGEST_PROBLEM)
+    check_whole("largest", largest, least=most, most=LARGEST_NUMBER)
+    check_whole("guesses", guesses, least=1, most=LARGEST_PROBLEM)
     share("halving", halving)
     rules = _Rules(guesses, luck, words, share("format_reward", format_reward))
 
@@ -299,7 +299,7 @@ def arithmetic(
       explain: whether prompts say how the tool is called, for models whose chat template does not.
     """
     least, most = span("numbers", numbers, 2, MOST_NUMBERS)
-    whole("largest", largest, least=9, most=LARGEST_NUMBER)
+    check_whole("largest", largest, least=9, most=LARGEST_NUMBER)
 
     def draw(rng: random.Random) -> Example:
         terms = [str(1 + below(rng, largest)) for _ in range(least + below(rng, most - least + 1))]
@@ -337,7 +337,7 @@ def addition(
     Args:
       largest: numbers are drawn from 0 to this.
     """
-    whole("largest", largest, least=1, most=LARGEST_NUMBER)
+    check_whole("largest", largest, least=1, most=LARGEST_NUMBER)
 
     def draw(rng: random.Random) -> Example:
         a, b = below(rng, largest + 1), below(rng, largest + 1)
@@ -402,9 +402,9 @@ def _task(
 ) -> Task:
     """A task of which one problem in `held_out` belongs to the evaluation."""
     train_size, eval_size = sizes
-    whole("seed", seed)
-    whole("train_size", train_size, least=1, most=MOST_TRAINING)
-    whole("eval_size", eval_size, least=1, most=MOST_HELD_OUT)
+    check_whole("seed", seed)
+    check_whole("train_size", train_size, least=1, most=MOST_TRAINING)
+    check_whole("eval_size", eval_size, least=1, most=MOST_HELD_OUT)
     train = Generated(partial(_train_item, name, draw, seed, held_out), train_size)
     train[0]  # too few problems is an error of the parameters: say so now, not in the first step
     return Task(name, train, _evaluation(name, draw, seed, held_out, eval_size), grade)

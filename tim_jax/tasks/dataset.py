@@ -22,8 +22,8 @@ from typing import Any
 
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, did_you_mean
-from tim_jax.common.inputs import expanded, json_value, shown
-from tim_jax.tasks.base import Example, Grader, Message, Task, first_line, share, whole
+from tim_jax.common.inputs import check_whole, expanded, json_value, shown
+from tim_jax.tasks.base import Example, Grader, Message, Task, first_line, share
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `datasets`' save_to_disk
@@ -210,9 +210,9 @@ class DatasetSource:
 
     def __post_init__(self) -> None:
         share("eval_share", self.eval_share)
-        whole("seed", self.seed, least=0)
+        check_whole("seed", self.seed, least=0)
         if self.eval_limit is not None:
-            whole("eval_limit", self.eval_limit, least=1)
+            check_whole("eval_limit", self.eval_limit, least=1)
         if self.template is not None and PLACE not in self.template:
             raise InputError(f"template must contain {PLACE}, got {self.template!r}")
 

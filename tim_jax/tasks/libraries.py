@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from tim_jax.common.errors import InputError, did_you_mean
-from tim_jax.tasks.base import Example, Generated, Grade, Message, Task, whole
+from tim_jax.common.inputs import check_whole
+from tim_jax.tasks.base import Example, Generated, Grade, Message, Task
 from tim_jax.tasks.guard import Guard, Limits, Outcome, Refusal, grade_of
 
 SYSTEM = (
@@ -93,9 +94,9 @@ def gym_task(
     for key in ("seed", "size"):
         if key in (parameters or {}):
             raise InputError(f"reasoning-gym task {name!r}: {key!r} is set by the task, not here")
-    whole("seed", seed, least=0)
-    whole("train_size", train_size, least=1, most=MOST_TRAINING)
-    whole("eval_size", eval_size, least=1, most=MOST_HELD_OUT)
+    check_whole("seed", seed, least=0)
+    check_whole("train_size", train_size, least=1, most=MOST_TRAINING)
+    check_whole("eval_size", eval_size, least=1, most=MOST_HELD_OUT)
     given = {**(parameters or {}), "seed": seed, "size": train_size + eval_size}
     guard = Guard("gym", {"name": name, "parameters": given}, limits or Limits())
     source = _Source(name, guard, system)

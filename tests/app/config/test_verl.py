@@ -9,10 +9,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import quick
 import tabular
@@ -111,24 +109,13 @@ def of_preset(name):
     return section
 
 
-def keeping(rate):
-    """Gradient descent whose state is the last gradient."""
-
-    def update(updates, state, params=None, **extra):
-        del state, params, extra
-        return jax.tree.map(lambda g: -rate * g, updates), updates
-
-    zeros = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
-    return optax.GradientTransformationExtraArgs(zeros, update)
-
-
 def our_step(found):
     """(weights, gradient, metrics) of every update of a translated configuration."""
     section = toml.build(found.config | {"sampling": {"samples": GROUP}}).learner
     objective = section.objective.value(tabular.LONGEST)
     correction = corrections.build(section.corrections)
     learning = Learning(objective, GROUP, mode=section.mode, correction=correction)
-    params, optimizer = {"table": jnp.asarray(TRAINER)}, keeping(STEP)
+    params, optimizer = {"table": jnp.asarray(TRAINER)}, tabular.keeping(STEP)
     first = jnp.int32(0)
     state = TrainState(params, optimizer.init(params), correction.init(params), first, first)
     policy = tabular.policy(learning)

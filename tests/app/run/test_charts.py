@@ -46,7 +46,7 @@ def near(shown, color):
 
 
 def test_the_chart_shows_what_happened(tmp_path):
-    good = training_chart(write(tmp_path / "a.jsonl", rows(120)), tmp_path / "a.png", title="t")
+    good = training_chart(write(tmp_path / "a.jsonl", rows(120)), tmp_path / "a.png")
     assert good.read_bytes().startswith(PNG)
     shown = pixels(good)
     assert shown.shape[0] > 1000

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from tim_jax.app.run import display
 from tim_jax.app.run.display import Completion, Display, exact_text, open_display
-from tim_jax.app.run.loggers import MetricNames
 
 METRICS = {
     "reward": 0.4123,
@@ -74,7 +73,7 @@ def test_absent_metrics_are_left_out():
     ],
 )
 def test_exact_text(values, expected):
-    assert exact_text(values, MetricNames()) == expected
+    assert exact_text(values) == expected
 
 
 @given(st.integers(1, 10**12), st.integers(1, 10**6))
@@ -85,7 +84,7 @@ def test_an_unequal_token_never_reads_as_100_percent(compared, unequal):
         "compared_tokens": float(compared),
         "unequal_tokens": float(unequal),
     }
-    assert not exact_text(values, MetricNames()).startswith("100")
+    assert not exact_text(values).startswith("100")
 
 
 @pytest.mark.parametrize(

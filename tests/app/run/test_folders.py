@@ -280,8 +280,6 @@ def test_another_config_is_refused_by_key(tmp_path):
     assert folders.read_config(tmp_path) == CONFIG
     folders.open_run(tmp_path, other, may_change=("steps", "optimizer")).close()
     assert folders.read_config(tmp_path) == other
-    with pytest.raises(InputError, match="already holds a run"):
-        folders.open_run(tmp_path, other, resume=False)
 
 
 def test_config_differences_tell_types_and_absence():

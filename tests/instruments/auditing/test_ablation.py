@@ -10,8 +10,8 @@ import tiny
 
 from tim_jax import mismatch
 from tim_jax.app import cli
-from tim_jax.app.jobs import audit
-from tim_jax.app.jobs.audit import Bench
+from tim_jax.app.jobs import measuring
+from tim_jax.app.jobs.benches import Bench
 from tim_jax.app.run import charts
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.auditing import ablation
@@ -27,7 +27,7 @@ BENCH = Bench("tiny", dials.EXECUTION, tiny.params(dials.CONFIG), tiny.prompts()
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     chart = tmp_path_factory.mktemp("ablation") / "chart.png"
-    return audit.measure(BENCH, DIAL, chart=chart), chart
+    return measuring.measure(BENCH, DIAL, chart=chart), chart
 
 
 def test_baseline_each_alone_and_together(result):
@@ -105,7 +105,7 @@ def test_short_numbers():
 
 def test_stale_weights_need_older_ones():
     with tiny.compilations() as counted, pytest.raises(InputError, match="no older weights"):
-        audit.measure(BENCH, dials.standard("stale_weights"))
+        measuring.measure(BENCH, dials.standard("stale_weights"))
     assert not counted
 
 
@@ -117,7 +117,7 @@ def test_stale_weights_are_those_that_are_given(capsys):
         ablation.Arm("stale", dials.standard("stale_weights")),
         ablation.Arm(ablation.BASELINE, mismatch.EXACT),
     ]
-    found = audit.report(bench, cases)
+    found = measuring.report(bench, cases)
     assert found.record["cases"][0]["metrics"]["log_ratio_abs_mean"] > 0.01
     assert found.record["cases"][1]["metrics"]["unequal_tokens"] == 0
     assert not found.exact  # the first case is to be the baseline
@@ -136,7 +136,7 @@ def test_stale_weights_are_those_that_are_given(capsys):
 )
 def test_a_bad_sampler_is_refused(text, words):
     with pytest.raises(InputError) as error:
-        audit.read_dial(text)
+        measuring.read_dial(text)
     for word in words:
         assert word in str(error.value), str(error.value)
 
@@ -144,14 +144,14 @@ def test_a_bad_sampler_is_refused(text, words):
 def test_a_dial_from_text_and_from_files(tmp_path):
     entries = '[{ name = "kv_cache", dtype = "int8" }, { name = "native_kernels" }]'
     expected = dials.dial({"name": "kv_cache", "dtype": "int8"}, {"name": "native_kernels"})
-    assert audit.read_dial(f" {entries}") == expected
+    assert measuring.read_dial(f" {entries}") == expected
     for number, head in enumerate(("", "[sampler]\n")):
         path = tmp_path / f"{number}.toml"
         path.write_text(f"{head}mismatch = {entries}\n")
-        assert audit.read_dial(str(path)) == expected
+        assert measuring.read_dial(str(path)) == expected
     (tmp_path / "other.toml").write_text("x = 1\n")
     with pytest.raises(InputError, match="no list `mismatch`"):
-        audit.read_dial(str(tmp_path / "other.toml"))
+        measuring.read_dial(str(tmp_path / "other.toml"))
 
 
 @pytest.mark.slow

@@ -12,9 +12,10 @@ from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.run import grading, sources
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.study import measurement
+from tim_jax.instruments.study import bound, measurement
+from tim_jax.instruments.study.definition import GradientStudy
 from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE, Measuring, project
-from tim_jax.instruments.study.measurement import GradientStudy, Trained
+from tim_jax.instruments.study.measurement import Trained
 from tim_jax.policy import scoring
 from tim_jax.rl import drawing
 from tim_jax.tasks.base import Grade
@@ -162,12 +163,12 @@ def test_a_source_that_the_model_cannot_have_is_refused_before_training(policy):
 def test_the_constants_of_the_theorem(policy):
     bench = measurement._bench(study(), policy, policy.config)
     measuring = Measuring(bench)
-    found = measurement.constants(measuring, mismatch.build([INT4]), states=3)
+    found = bound.constants(measuring, mismatch.build([INT4]), states=3)
     assert 0.0 < found["variation_mean"] <= found["variation_largest"] < 1.0
     expected = 2.0 * found["score_norm"] * found["variation_largest"] * found["longest"] ** 2
     assert found["bound"] == pytest.approx(expected)
-    assert "bound" not in measurement.constants(measuring, mismatch.build([REPORT]), states=3)
-    same = measurement.constants(measuring, mismatch.EXACT, states=3)
+    assert "bound" not in bound.constants(measuring, mismatch.build([REPORT]), states=3)
+    same = bound.constants(measuring, mismatch.EXACT, states=3)
     assert same["variation_largest"] == same["bound"] == 0.0
 
 

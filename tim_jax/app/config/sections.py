@@ -27,7 +27,7 @@ from tim_jax import corrections, objectives
 from tim_jax.common import inputs
 from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Batching, Routing, Sampling
-from tim_jax.numerics import Family
+from tim_jax.numerics import FamilyChoice
 from tim_jax.objectives import Objective
 from tim_jax.rl.rules import Credit
 from tim_jax.tasks import environments
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 REWARD_SECONDS = 600.0  # a judge over a network may take minutes
 WandbMode = Literal["online", "offline", "disabled"]
-FamilyChoice = Literal["auto", Family]
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]

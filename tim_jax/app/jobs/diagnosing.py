@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tim_jax import api
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, writing
 from tim_jax.instruments.diagnosis.rollouts import RolloutsError, by_kind
 
 
@@ -69,7 +69,5 @@ def diagnose(order: Order) -> int:
 def _write(path: Path | None, text: str) -> None:
     if path is None:
         return
-    try:
+    with writing(path):
         path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error

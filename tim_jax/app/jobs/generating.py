@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from tim_jax.api import model as opening
 from tim_jax.api import rollouts
-from tim_jax.app.config.sections import FamilyChoice
 from tim_jax.app.jobs import checks, memory
 from tim_jax.common import inputs
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Sampling
+from tim_jax.numerics import FamilyChoice
 from tim_jax.placement import SINGLE, Placement
 
 _MOST_TOKENS = 64  # of a response if nothing is said: a look, not a rollout

@@ -10,8 +10,7 @@ from tim_jax.common.inputs import expanded
 from tim_jax.common.inputs import shipped as shipped_path
 from tim_jax.instruments.study import definition, measurement, running, verdicts
 from tim_jax.instruments.study import report as reporting
-from tim_jax.instruments.study.definition import Study
-from tim_jax.instruments.study.measurement import GradientStudy
+from tim_jax.instruments.study.definition import GradientStudy, Study
 
 _SHIPPED = Path("configs", "studies")
 
@@ -71,7 +70,7 @@ def _measure(study: GradientStudy, base: dict[str, Any], folder: Path, *, source
     plain = definition.merged(base, study.common)
     configs = measurement.horizons(study, plain)
     measurement.check(study, configs)
-    run = definition.Arm(measurement.EXACT, plain)
+    run = definition.Arm(definition.EXACT, plain)
     seed = int(plain.get("seed", RunConfig().seed))
     one = running.state(study, [run], folder, seeds=[seed])
     running.run(one, jobs=1, say=_say)

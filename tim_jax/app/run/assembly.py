@@ -4,25 +4,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import optax
 
-from tim_jax import corrections, mismatch, optimizers, placement
+from tim_jax import corrections, mismatch, optimizers
 from tim_jax.app.config.run import Optimizer, RunConfig
-from tim_jax.app.config.sections import (
-    Section,
-    part,
-)
+from tim_jax.app.config.sections import Section, part
 from tim_jax.app.run.numerics import make_numerics
 from tim_jax.app.run.sources import Model
 from tim_jax.common.errors import InputError
-from tim_jax.model import parameters
-from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling, check_compiler_options
-from tim_jax.numerics import (
-    Numerics,
-)
-from tim_jax.placement import Devices, Placement
+from tim_jax.numerics import Numerics
+from tim_jax.placement import Devices
+from tim_jax.rl import programs
 from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import Learning
 
@@ -54,7 +47,8 @@ def make_execution(
             f" {model.config.vocab_size}"
         )
     where = config.placement.value
-    check_placement(where, model.config, config.column_tiles, devices)
+    tiles = Numerics(column_tiles=config.column_tiles)
+    programs.check_placement(Execution(model.config, tiles, placement=where), devices)
     batch = max(1, config.sequences_per_step // where.shards)
     shared = config.sampler.shared_dial
     numerics = make_numerics(
@@ -79,30 +73,9 @@ def make_execution(
     return execution
 
 
-def make_warm_start(config: RunConfig, model: Model, execution: Execution) -> Execution:
-    """The policy of the warm start, on one device.
-
-    A control, which has an entry of the dial on both sides, starts from the weights of what it
-    controls.
-    """
-    sampler = config.sampler
-    if sampler.both_sides:
-        alone = sampler.model_copy(update={"both_sides": False})
-        execution = make_execution(config.model_copy(update={"sampler": alone}), model)
-    return replace(execution, placement=placement.SINGLE)
-
-
 def stop_tokens(config: RunConfig, model: Model) -> tuple[int, ...]:
     """The tokens that end a response of a run: those of its model and those of its config."""
     return tuple(sorted({*model.stop_tokens, *config.sampling.stop_tokens}))
-
-
-def check_placement(
-    where: Placement, model: ModelConfig, column_tiles: int, devices: Devices | None = None
-) -> None:
-    """Raises `InputError` if the model cannot lie so, or there are too few devices."""
-    parameters.check(model, Numerics(column_tiles=column_tiles), where)
-    placement.mesh(where, jax.devices() if devices is None else devices)
 
 
 def make_optimizer(

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tim_jax.app.run.loggers import MetricNames, read_lines
+from tim_jax.app.run.loggers import read_lines
 from tim_jax.common import pages
 from tim_jax.common.errors import InputError
 
@@ -25,28 +25,24 @@ _INK, _FAINT = "#222222", "#d9d9d9"
 def training_chart(
     metrics: str | os.PathLike[str],
     image: str | os.PathLike[str],
-    *,
-    title: str = "",
-    names: MetricNames | None = None,
 ) -> Path:
     """Draws the metrics file of a run to a PNG (or PDF or SVG, by the ending); returns its path.
 
     Raises:
         InputError: the file is missing, damaged or holds no step; the image cannot be written.
     """
-    names = names or MetricNames()
     records = list(read_lines(metrics))
     if not records:
         raise InputError(f"{metrics} holds no step yet; there is nothing to draw")
     figure = Figure(figsize=(9.0, 7.6), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     run = Path(metrics).resolve().parent.name
-    figure.suptitle(title or run, fontsize=14, color=_INK)
+    figure.suptitle(run, fontsize=14, color=_INK)
     sign(figure, f"tim-jax train, run {run}")
     reward, length, exact = figure.subplots(3, 1, sharex=True, height_ratios=(4, 3, 2))
-    _draw_reward(reward, records, names)
-    _draw_length(length, records, names)
-    _draw_exact(exact, records, names)
+    _draw_reward(reward, records)
+    _draw_length(length, records)
+    _draw_exact(exact, records)
     for axes in (reward, length, exact):
         _tidy(axes)
     figure.align_ylabels()
@@ -92,12 +88,12 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     return (sums[end] - sums[first]) / (end - first)
 
 
-def _draw_reward(axes: Axes, records: Sequence[dict[str, Any]], names: MetricNames) -> None:
-    _draw_trend(axes, *series(records, names.reward), color=_REWARD, label="training samples")
-    steps, values = series(records, names.eval_reward)
+def _draw_reward(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
+    _draw_trend(axes, *series(records, "reward"), color=_REWARD, label="training samples")
+    steps, values = series(records, "eval/reward")
     if len(steps):
         marked: dict[str, Any] = {"fmt": "o-", "color": _EVAL, "ms": 5, "lw": 1.4, "capsize": 3}
-        at, errors = series(records, f"{names.eval_reward}_error")  # not in runs of before it
+        at, errors = series(records, "eval/reward_error")  # not in runs of before it
         within = 1.96 * errors if len(at) == len(steps) else None
         label = "held-out problems" + ("" if within is None else ", 95% interval over problems")
         axes.errorbar(steps, values, within, label=label, **marked)
@@ -108,8 +104,8 @@ def _draw_reward(axes: Axes, records: Sequence[dict[str, Any]], names: MetricNam
         axes.legend(frameon=False, loc="best")
 
 
-def _draw_length(axes: Axes, records: Sequence[dict[str, Any]], names: MetricNames) -> None:
-    _draw_trend(axes, *series(records, names.response_length), color=_LENGTH, label="")
+def _draw_length(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
+    _draw_trend(axes, *series(records, "response_length"), color=_LENGTH, label="")
     axes.set_title("Response length", loc="left")
     axes.set_ylabel("mean tokens")
     axes.set_ylim(bottom=0)
@@ -117,8 +113,8 @@ def _draw_length(axes: Axes, records: Sequence[dict[str, Any]], names: MetricNam
         axes.legend(frameon=False, loc="best")
 
 
-def _draw_exact(axes: Axes, records: Sequence[dict[str, Any]], names: MetricNames) -> None:
-    steps, share = series(records, names.exact_share)
+def _draw_exact(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
+    steps, share = series(records, "exact_share")
     percent = 100.0 * share
     axes.plot(steps, percent, color=_EXACT, lw=2.0)
     unequal = share < 1.0
@@ -127,8 +123,8 @@ def _draw_exact(axes: Axes, records: Sequence[dict[str, Any]], names: MetricName
     axes.set_ylabel("of tokens")
     axes.set_ylim(-4, 104)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}%"))
-    compared = int(series(records, names.compared_tokens)[1].sum())
-    different = int(series(records, names.unequal_tokens)[1].sum())
+    compared = int(series(records, "compared_tokens")[1].sum())
+    different = int(series(records, "unequal_tokens")[1].sum())
     if compared:
         text = f"{compared:,} tokens compared, {different:,} unequal"
         color = _UNEQUAL if different else _EXACT

@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tim_jax.app.run.loggers import MetricNames, scalars
+from tim_jax.app.run.loggers import scalars
 from tim_jax.common import errors
 from tim_jax.common.errors import InputError
 from tim_jax.rl.loop import Step
@@ -58,16 +58,15 @@ class Display:
         total: int,
         start: int = 0,
         title: str = "",
-        names: MetricNames | None = None,
         extra: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._console, self._title, self._clock = console, title, clock
-        self._names, self._extra = names or MetricNames(), dict(extra or {})
+        self._extra = dict(extra or {})
         self._trends = {  # label -> the metric whose history is drawn
-            "reward": self._names.reward,
-            "length": self._names.response_length,
-            "speed": self._names.tokens_per_second,
+            "reward": "reward",
+            "length": "response_length",
+            "speed": "tokens_per_second",
             **self._extra,
         }
         self._total, self._step = total, start
@@ -96,8 +95,8 @@ class Display:
         self._times.append((step, self._clock()))
         for name, value in self._values.items():
             self._history.setdefault(name, deque(maxlen=_HISTORY)).append(value)
-        self._compared += _count(self._values, self._names.compared_tokens)
-        self._unequal += _count(self._values, self._names.unequal_tokens)
+        self._compared += _count(self._values, "compared_tokens")
+        self._unequal += _count(self._values, "unequal_tokens")
         if self._live:
             self._draw(self._live)
         else:
@@ -122,7 +121,7 @@ class Display:
 
     def _fields(self) -> list[tuple[str, str]]:
         return [
-            *step_fields(self._values, names=self._names, extra=self._extra),
+            *step_fields(self._values, extra=self._extra),
             ("", time_left(self._times, self._total)),
         ]
 
@@ -159,7 +158,7 @@ class Display:
         body = Table.grid(padding=(0, 2))
         for column in ("label", "value", "trend"):
             body.add_column(column, no_wrap=True)
-        for label, text in step_fields(self._values, names=self._names, extra=self._extra):
+        for label, text in step_fields(self._values, extra=self._extra):
             body.add_row(Text(label, style="bold"), *self._row(label, text))
         return Group(head, body)
 
@@ -177,7 +176,6 @@ def open_display(
     total: int,
     start: int = 0,
     title: str = "",
-    names: MetricNames | None = None,
     extra: Mapping[str, str] | None = None,
     file: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -187,40 +185,36 @@ def open_display(
     Other arguments: see `Display`.
     """
     console = Console(file=file or sys.stdout, highlight=False)
-    return Display(
-        console, total=total, start=start, title=title, names=names, extra=extra, clock=clock
-    )
+    return Display(console, total=total, start=start, title=title, extra=extra, clock=clock)
 
 
 def step_fields(
     values: Mapping[str, float],
     *,
-    names: MetricNames | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> list[tuple[str, str]]:
     """Returns (label, text) of what is known of a step, in reading order."""
-    names = names or MetricNames()
     fields = []
-    if names.reward in values:
-        fields.append(("reward", f"{values[names.reward]:.3f}"))
-    if names.response_length in values:
-        fields.append(("length", f"{values[names.response_length]:.1f}"))
-    if names.exact_share in values or names.compared_tokens in values:
-        fields.append(("exact", exact_text(values, names)))
-    if names.tokens_per_second in values:
-        fields.append(("speed", f"{values[names.tokens_per_second]:,.0f} tokens/s"))
+    if "reward" in values:
+        fields.append(("reward", f"{values['reward']:.3f}"))
+    if "response_length" in values:
+        fields.append(("length", f"{values['response_length']:.1f}"))
+    if "exact_share" in values or "compared_tokens" in values:
+        fields.append(("exact", exact_text(values)))
+    if "tokens_per_second" in values:
+        fields.append(("speed", f"{values['tokens_per_second']:,.0f} tokens/s"))
     for label, name in (extra or {}).items():
         if name in values:
             fields.append((label, f"{values[name]:.4g}"))
     return fields
 
 
-def exact_text(values: Mapping[str, float], names: MetricNames) -> str:
+def exact_text(values: Mapping[str, float]) -> str:
     """`100% (12,288 tokens)`; never rounded up to 100%, and not 100% if nothing was compared."""
-    compared = _count(values, names.compared_tokens)
-    unequal = _count(values, names.unequal_tokens)
-    share = values.get(names.exact_share, math.nan)
-    if names.compared_tokens in values and compared == 0:
+    compared = _count(values, "compared_tokens")
+    unequal = _count(values, "unequal_tokens")
+    share = values.get("exact_share", math.nan)
+    if "compared_tokens" in values and compared == 0:
         return "no token compared"
     if math.isnan(share) and compared:
         share = 1.0 - unequal / compared

@@ -32,7 +32,7 @@ from tim_jax.app.config.run import RunConfig
 from tim_jax.app.run import checkpoints
 from tim_jax.app.run.checkpoints import Checkpoints, Restored, State
 from tim_jax.app.run.loggers import JsonLines
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, writing
 from tim_jax.common.inputs import shown
 from tim_jax.model import adapters
 from tim_jax.model.files import read_json, write_json
@@ -55,11 +55,9 @@ def record_start(folder: Path, time: str | None = None) -> None:
         return
     began = datetime.now().isoformat(timespec="seconds") if time is None else time
     partial = folder / f".{STARTED}"
-    try:
+    with writing(path):
         write_json(partial, {_TIME: began})
         partial.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
 def read_start(folder: Path) -> str | None:
@@ -204,7 +202,6 @@ def open_run(
     *,
     may_change: Iterable[str] = (),
     keep: int = 2,
-    resume: bool = True,
 ) -> Run:
     """Opens a run folder, new or from before, for this process, or for process 0 of several.
 
@@ -212,7 +209,6 @@ def open_run(
         config: the run's configuration as TOML text, kept in the folder as config.toml.
         may_change: keys ("steps") and tables ("eval") in which a resumed run may differ.
         keep: how many checkpoints stay.
-        resume: False refuses a folder that already holds a run.
 
     Raises:
         InputError: another process uses the folder; it has a run with another config (the keys are
@@ -221,16 +217,14 @@ def open_run(
     folder, opened = Path(folder), []
 
     def lock_and_open() -> bool:
-        opened.append(_locked(folder, config, tuple(may_change), keep=keep, resume=resume))
+        opened.append(_locked(folder, config, tuple(may_change), keep=keep))
         return opened[0].resumed
 
     resumed = processes.led(lock_and_open)
     return opened[0] if opened else Run(folder, lock=None, keep=keep, resumed=resumed)
 
 
-def _locked(
-    folder: Path, config: str, may_change: tuple[str, ...], *, keep: int, resume: bool
-) -> Run:
+def _locked(folder: Path, config: str, may_change: tuple[str, ...], *, keep: int) -> Run:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_links(folder)
@@ -238,7 +232,7 @@ def _locked(
     except OSError as error:
         raise InputError(f"cannot use the run folder {folder}: {error.strerror}") from error
     try:
-        resumed, changed = _claim(folder, config, may_change, resume)
+        resumed, changed = _claim(folder, config, may_change)
         return Run(folder, lock=lock, keep=keep, resumed=resumed, changed=changed)
     except BaseException:
         lock.release()
@@ -405,13 +399,11 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _claim(
-    folder: Path, config: str, may_change: tuple[str, ...], resume: bool
+    folder: Path, config: str, may_change: tuple[str, ...]
 ) -> tuple[bool, list["Difference"]]:
     """Compares or writes config.toml; returns whether the folder had this run, and what changed."""
     path = folder / "config.toml"
     exists, changed = path.exists(), []
-    if exists and not resume:
-        raise InputError(f"{folder} already holds a run; resume it or set another run.folder")
     if exists:
         changed = _allowed(folder, read_config(folder, say=True), config, may_change)
     elif strangers := sorted(p.name for p in folder.iterdir() if not _allowed_before(p.name)):
@@ -419,12 +411,10 @@ def _claim(
             f"{folder} is not empty and holds no run (no config.toml, but {strangers[0]});"
             " set another run.folder"
         )
-    try:
+    with writing(path):
         partial = folder / ".config.toml"
         partial.write_text(config, encoding="utf-8")
         partial.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
     return exists, changed
 
 

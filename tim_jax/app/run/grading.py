@@ -1,7 +1,5 @@
 """The task of a run, its grader, and how its prompts become tokens."""
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -17,9 +15,7 @@ from tim_jax.app.config.sections import (
 )
 from tim_jax.app.run import folders
 from tim_jax.app.run.sources import Model
-from tim_jax.common.types import Rollout
 from tim_jax.placement import processes
-from tim_jax.rl import warm_start
 from tim_jax.rl.drawing import Text
 from tim_jax.tasks import builtin, custom
 from tim_jax.tasks.base import Grader, Task, in_turns
@@ -102,13 +98,3 @@ def make_text(config: RunConfig, model: Model, *, run: Path | None = None) -> Te
         template_options=tuple(config.model.template_options.items()),
         now=datetime.now() if began is None else datetime.fromisoformat(began),
     )
-
-
-def demonstrations(config: RunConfig, task: Task, text: Text) -> Iterator[Rollout]:
-    """Yields batches of worked solutions for the warm start, without end."""
-    section, quality = config.warmup, part(builtin.Quality, config.warmup)
-    for start in itertools.count(step=section.batch):
-        pairs = builtin.supervised(
-            task, quality, seed=config.seed, start=start, count=section.batch
-        )
-        yield warm_start.demonstrations(pairs, text, response_size=config.sampling.longest)

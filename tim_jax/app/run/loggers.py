@@ -22,7 +22,7 @@ import numpy as np
 
 from tim_jax.app.config.run import RunConfig
 from tim_jax.common import waiting
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, writing
 from tim_jax.placement import processes
 
 Values = Mapping[str, Any]
@@ -39,21 +39,6 @@ class Sink(Protocol):
     def close(self) -> None:
         """Takes no more, and lets go of what it writes to."""
         ...
-
-
-@dataclass(frozen=True)
-class MetricNames:
-    """Names of the metrics that the display and the chart look for."""
-
-    reward: str = "reward"  # mean reward of the step's samples
-    response_length: str = "response_length"  # mean tokens per response
-    exact_share: str = (
-        "exact_share"  # in [0, 1]: compared tokens whose two log-probs are equal bits
-    )
-    compared_tokens: str = "compared_tokens"
-    unequal_tokens: str = "unequal_tokens"
-    tokens_per_second: str = "tokens_per_second"
-    eval_reward: str = "eval/reward"
 
 
 class JsonLines:
@@ -75,10 +60,8 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike[str], *, offset: int | None = None):
         self.path = Path(path)
         self.last_step = -1
-        try:
+        with writing(self.path):
             self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error.strerror}") from error
         if offset is not None:
             self._cut(offset)
 
@@ -106,21 +89,17 @@ class JsonLines:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False)
         # Half of a surrogate pair is no UTF-8, but JSON has an escape for it, which is Python's.
         data = text.encode(errors="backslashreplace") + b"\n"
-        try:
+        with writing(self.path):
             while data:
                 data = data[self._file.write(data) :]
-        except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error.strerror}") from error
         self.last_step = int(step)
 
     def sync(self) -> None:
         """Waits until the lines are on the disk, where they survive a power cut."""
         if stat.S_ISCHR(os.fstat(self._file.fileno()).st_mode):
             return  # os.devnull has no disk
-        try:
+        with writing(self.path):
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error.strerror}") from error
 
     def size(self) -> int:
         """Bytes in the file, all of them whole lines."""

@@ -9,9 +9,7 @@ from types import MappingProxyType
 import jax
 
 from tim_jax import mismatch
-from tim_jax.app.config.sections import FamilyChoice
-from tim_jax.common.errors import InputError
-from tim_jax.instruments import auditing
+from tim_jax.common.errors import InputError, writing
 from tim_jax.kernels import pallas
 from tim_jax.mismatch import Mismatch
 from tim_jax.model import calibration, fitting
@@ -28,7 +26,9 @@ from tim_jax.numerics import (
     TPU_EXACT_F32,
     TPU_FEW_ROWS,
     Family,
+    FamilyChoice,
     Numerics,
+    describe,
 )
 
 _ACCELERATED = {
@@ -197,9 +197,9 @@ def write_numerics(path: Path, execution: Execution, drawing: Numerics) -> None:
     learning, device = execution.numerics, jax.devices()[0]
     record = {
         "family": learning.family,
-        "numerics": auditing.describe(learning),
+        "numerics": describe(learning),
         "kernels": fitting.kernels_used(execution.config, learning),
-        "sampler_numerics": auditing.describe(drawing),
+        "sampler_numerics": describe(drawing),
         "sampler_kernels": fitting.kernels_used(execution.config, drawing),
         "platform": device.platform,
         "device": device.device_kind,
@@ -207,4 +207,5 @@ def write_numerics(path: Path, execution: Execution, drawing: Numerics) -> None:
         "processes": jax.process_count(),
         "jax": jax.__version__,
     }
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    with writing(path):
+        path.write_text(json.dumps(record, indent=2) + "\n")

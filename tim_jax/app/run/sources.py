@@ -10,7 +10,7 @@ from typing import Any
 from tim_jax.app.config.run import Architecture, LoraSection, RunConfig
 from tim_jax.app.config.sections import part
 from tim_jax.app.run import checkpoints, folders
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, writing
 from tim_jax.common.inputs import expanded
 from tim_jax.model import adapters, hf
 from tim_jax.model.adapters import Lora
@@ -147,6 +147,24 @@ def adapted(
     return adapters.whole(trained, adapters.narrowed(params))
 
 
+def write(
+    folder: str | Path,
+    params: Params,
+    model: Model,
+    stops: Iterable[int],
+    *,
+    dtype: str = "float32",
+) -> None:
+    """Writes a model, with these weights on the host and tokens that end a response.
+
+    Raises:
+      InputError: it cannot be written.
+    """
+    made = hf.generation_config(model.config, model.tokenizer, stops)
+    tokenizer = model.tokenizer
+    hf.save(folder, params, model.config, tokenizer=tokenizer, generation=made, dtype=dtype)
+
+
 _FOLDER, _STEP = "model", "training_step.json"  # the second beside the model's own files
 
 
@@ -166,15 +184,12 @@ def write_final(
     final, new, old = run / _FOLDER, run / ".model.new", run / ".model.old"
     for left in (new, old, *run.glob(f".{new.name}.*")):  # the last: of a save that was killed
         shutil.rmtree(left, ignore_errors=True)
-    generation = hf.generation_config(model.config, model.tokenizer, stops)
-    hf.save(new, params, model.config, tokenizer=model.tokenizer, generation=generation)
-    try:
+    write(new, params, model, stops)
+    with writing(final):
         write_json(new / _STEP, {"step": step})
         if final.exists():
             final.rename(old)
         new.rename(final)
-    except OSError as error:
-        raise InputError(f"cannot write {final}: {error.strerror}") from error
     shutil.rmtree(old, ignore_errors=True)
     return final
 

@@ -17,29 +17,29 @@ from tim_jax.instruments.auditing.cases import (
     Again,
     Case,
     Episodes,
+    Replies,
     Score,
     Sizes,
     placed_cases,
     placed_episodes,
     placements,
+    plain_sampling,
     random_params,
     standard_cases,
 )
 from tim_jax.instruments.auditing.compiler import GradientResult, check_gradients, of_backward
-from tim_jax.instruments.auditing.running import (
+from tim_jax.instruments.auditing.results import (
     CaseResult,
-    Replies,
     Summary,
     Unequal,
-    audit,
     compare,
-    describe,
-    draw_prompts,
     summarise,
     table,
     to_json,
     verdict,
 )
+from tim_jax.instruments.auditing.running import audit, draw_prompts
+from tim_jax.numerics import describe
 
 __all__ = [
     "PRESETS",
@@ -62,6 +62,7 @@ __all__ = [
     "placed_cases",
     "placed_episodes",
     "placements",
+    "plain_sampling",
     "random_params",
     "standard_cases",
     "summarise",

@@ -1,7 +1,7 @@
 """The cases of an audit, small architectures with awkward shapes, and random parameters."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -17,6 +17,8 @@ from tim_jax.model.rope import RopeConfig
 from tim_jax.model.weights import Kind, Params, tree
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
+from tim_jax.rl.rules import Turns
+from tim_jax.tasks.episodes import Outcome, Turn
 
 _STOPS = 24  # one token in this many of the vocabulary ends a response
 
@@ -94,6 +96,37 @@ class Episodes:
     batching: Batching = ALL_AT_ONCE
     placement: Placement = SINGLE
     score: Score = Score()
+
+    def limits(self, sampling: Sampling) -> Turns:
+        """Of its turns, whose tokens are at most those of `sampling`."""
+        return Turns(self.turns, min(self.max_tokens, sampling.max_tokens))
+
+    def environment(self, config: ModelConfig) -> "Replies":
+        """What replies."""
+        return Replies(self.reply, config.vocab_size)
+
+
+@dataclass(frozen=True)
+class Replies:
+    """An environment in tokens: random replies of 0 to `longest` tokens, by the turn's key.
+
+    After a turn the episode ends with the chance `ending`.
+    """
+
+    longest: int
+    vocabulary: int
+    ending: float = 0.1
+
+    def outcomes(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Outcome]]:
+        """Yields (index, outcome) for each, in their order."""
+        return enumerate(map(self.outcome, turns))
+
+    def outcome(self, turn: Turn) -> Outcome:
+        """The outcome of a turn, with its state and a reward below 1."""
+        rng = np.random.default_rng([int(part) for part in turn.key])
+        tokens = rng.integers(0, self.vocabulary, rng.integers(0, self.longest + 1))
+        done = bool(rng.random() < self.ending)
+        return Outcome(turn.state, tokens.astype(np.int32), float(rng.random()), done)
 
 
 @dataclass(frozen=True)

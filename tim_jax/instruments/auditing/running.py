@@ -1,28 +1,20 @@
-"""An audit: draws sequences, computes their log-probs again, compares raw bits, sums it up.
+"""An audit: draws sequences, computes their log-probs again, compares raw bits.
 
 What draws and what computes are the programs of a training run: the sampler's, and the functions
 that the learner differentiates with.
 """
 
-import dataclasses
-import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
-from importlib.metadata import version
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
-from rich import box
-from rich.table import Table
 
 from tim_jax import placement
-from tim_jax.common import pages
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.instruments.auditing.cases import (
     Again,
@@ -32,97 +24,17 @@ from tim_jax.instruments.auditing.cases import (
     Sizes,
     standard_cases,
 )
-from tim_jax.instruments.auditing.compiler import GradientResult
+from tim_jax.instruments.auditing.results import CaseResult, compare
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Batching, Execution, Sampling, jit
 from tim_jax.model.weights import Params, Weights, weight_axes
-from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, Rows
-from tim_jax.numerics.strict import unequal_bits
+from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, describe
 from tim_jax.objectives import Objective
 from tim_jax.placement import Placement
-from tim_jax.rl import episodes, programs, sharded
+from tim_jax.rl import episodes, programs
 from tim_jax.rl.experience import experience
-from tim_jax.rl.rules import Turns
 from tim_jax.rl.types import Carried, Learning
-from tim_jax.tasks.episodes import Outcome, Turn
-
-
-class Unequal(NamedTuple):
-    """The first token whose two log-probs are unequal, in order of sequences and positions."""
-
-    sequence: int
-    position: int  # of the response
-    tokens: tuple[int, int]  # drawn, and drawn again
-    values: tuple[float, float]  # their log-probs
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """The result of a case."""
-
-    name: str
-    numerics: str
-    compared_tokens: int
-    unequal_tokens: int
-    max_abs_diff: float
-    first_unequal: Unequal | None
-    control: bool = False  # unequal tokens are expected, and no failure
-    seconds: float = 0.0  # compilation included
-
-    @property
-    def passed(self) -> bool:
-        """Zero compared tokens is a failure."""
-        return self.control or (self.compared_tokens > 0 and self.unequal_tokens == 0)
-
-
-def compare(
-    recorded: Rollout, tokens: ArrayLike, mask: ArrayLike, log_probs: ArrayLike
-) -> tuple[int, int, float, Unequal | None]:
-    """(tokens compared, unequal, largest |difference|, first unequal) against arrays [B, R].
-
-    Compared are all places that are a response token on either side. Unequal are those that are
-    one on one side only, hold another token, or whose log-probs are not the same finite bits.
-    """
-    drawn, ours = np.asarray(recorded.responses), np.asarray(recorded.log_probs)
-    tokens, mask, log_probs = (np.asarray(x) for x in (tokens, mask, log_probs))
-    theirs = np.asarray(recorded.mask)
-    either, both = theirs | mask, theirs & mask
-    differ = np.asarray(unequal_bits(jnp.asarray(ours), jnp.asarray(log_probs)))
-    unequal = either & ~(both & (drawn == tokens) & ~differ)
-    with np.errstate(invalid="ignore"):
-        difference = np.abs(ours.astype(np.float64) - log_probs)
-    largest = float(np.max(difference, where=both, initial=0.0))
-    if not unequal.any():
-        return int(either.sum()), 0, largest, None
-    row, column = (int(i) for i in np.argwhere(unequal)[0])
-    pair = int(drawn[row, column]), int(tokens[row, column])
-    values = float(ours[row, column]), float(log_probs[row, column])
-    first = Unequal(row, column, pair, values)
-    return int(either.sum()), int(unequal.sum()), largest, first
-
-
-def describe(numerics: Numerics) -> str:
-    """Short text: family, dtype, and what differs from the default of both."""
-    plain = Numerics(family=numerics.family, compute_dtype=numerics.compute_dtype)
-    words = [numerics.family, numerics.compute_dtype]
-    for field in dataclasses.fields(numerics):
-        value = getattr(numerics, field.name)
-        if value != getattr(plain, field.name):
-            words.append(f"{field.name}={_short(value)}")
-    return " ".join(words)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, tuple):  # of pairs, or of values
-        pairs = (part if isinstance(part, tuple) else (part,) for part in value)
-        return ",".join(":".join(map(_short, pair)) for pair in pairs)
-    if isinstance(value, Rows):
-        return f"{value.low}..{'any' if value.high is None else value.high}"
-    if dataclasses.is_dataclass(value):
-        parts = (_short(getattr(value, field.name)) for field in dataclasses.fields(value))
-        return f"({' '.join(parts)})"
-    return str(value)
 
 
 class _Bench(NamedTuple):
@@ -240,34 +152,11 @@ def _sample_again(prompts: Prompts, again: Again, sampling: Sampling, bench: _Be
     return jax.tree.map(lambda *xs: jnp.asarray(np.concatenate(xs)), *parts)
 
 
-@dataclass(frozen=True)
-class Replies:
-    """An environment in tokens: random replies of 0 to `longest` tokens, by the turn's key.
-
-    After a turn the episode ends with the chance `ending`.
-    """
-
-    longest: int
-    vocabulary: int
-    ending: float = 0.1
-
-    def outcomes(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Outcome]]:
-        """Yields (index, outcome) for each, in their order."""
-        return enumerate(map(self.outcome, turns))
-
-    def outcome(self, turn: Turn) -> Outcome:
-        """The outcome of a turn, with its state and a reward below 1."""
-        rng = np.random.default_rng([int(part) for part in turn.key])
-        tokens = rng.integers(0, self.vocabulary, rng.integers(0, self.longest + 1))
-        done = bool(rng.random() < self.ending)
-        return Outcome(turn.state, tokens.astype(np.int32), float(rng.random()), done)
-
-
 def _play(prompts: Prompts, wanted: Episodes, sampling: Sampling, bench: _Bench) -> Rollout:
     """Episodes of all prompts."""
     compiled = episodes.build(
         bench.execution(sampling, wanted.placement),
-        turns=Turns(wanted.turns, min(wanted.max_tokens, sampling.max_tokens)),
+        turns=wanted.limits(sampling),
         samples=bench.sizes.samples,
         batching=wanted.batching,
     )
@@ -276,7 +165,7 @@ def _play(prompts: Prompts, wanted: Episodes, sampling: Sampling, bench: _Bench)
         prompts,
         jax.random.key(bench.sizes.seed),
         programs=compiled,
-        environment=Replies(wanted.reply, bench.config.vocab_size),
+        environment=wanted.environment(bench.config),
         states=[None] * bench.sizes.prompts,
         text=lambda tokens: "",
     )
@@ -345,8 +234,7 @@ def learner_log_probs(execution: Execution, score: Score) -> Callable[..., Any]:
         micro_batch_tokens=score.tokens,
         remat=score.remat,
     )
-    on = placement.mesh(execution.placement, jax.devices())
-    policy = sharded.policy(execution, on, learning=learning)
+    policy = programs.policy(execution, learning)
 
     def log_probs(weights, rollout: Rollout):
         if not score.gradient:
@@ -360,126 +248,3 @@ def learner_log_probs(execution: Execution, score: Score) -> Callable[..., Any]:
         return tokens["log_prob"], gradient
 
     return jit(log_probs, execution.numerics)
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The result of an audit. Counts leave out the controls."""
-
-    passed: bool  # no case and no gradient failed, and there was a case
-    compared_tokens: int
-    unequal_tokens: int
-    max_abs_diff: float
-    control_unequal_tokens: int | None  # None if no control ran; above 0 it saw a difference
-    cases: tuple[CaseResult, ...]
-    model: str
-    versions: dict[str, str]
-    platform: str
-    device_kind: str
-    kernels: dict[str, list[str]]  # of each numerics, the Pallas kernels in its forward and head
-    gradients: tuple[GradientResult, ...]  # as the compiler makes them; () if not checked
-
-
-def summarise(
-    results: Sequence[CaseResult],
-    *,
-    model: str = "",
-    kernels: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    gradients: Sequence[GradientResult] = (),
-) -> Summary:
-    """Sums the results up, with the versions, the device and the kernels that they hold for."""
-    checks = [result for result in results if not result.control]
-    controls = [result for result in results if result.control]
-    device = jax.devices()[0]
-    versions = {"jax": jax.__version__, "jaxlib": version("jaxlib")}
-    return Summary(
-        passed=bool(checks) and all(result.passed for result in (*checks, *gradients)),
-        compared_tokens=sum(result.compared_tokens for result in checks),
-        unequal_tokens=sum(result.unequal_tokens for result in checks),
-        max_abs_diff=max((result.max_abs_diff for result in checks), default=0.0),
-        control_unequal_tokens=sum(c.unequal_tokens for c in controls) if controls else None,
-        cases=tuple(results),
-        model=model,
-        versions=versions | {"python": platform.python_version()},
-        platform=device.platform,
-        device_kind=device.device_kind,
-        kernels={name: list(names) for name, names in kernels.items()},
-        gradients=tuple(gradients),
-    )
-
-
-def verdict(summary: Summary) -> str:
-    """A line on the tokens, and one on the compiler's gradients if they were checked."""
-    compared = any(case.compared_tokens for case in summary.cases if not case.control)
-    exact = compared and all(case.passed for case in summary.cases)
-    tokens = (
-        f"{'exact' if exact else 'NOT EXACT'}: {summary.unequal_tokens} of"
-        f" {summary.compared_tokens} response tokens unequal"
-    )
-    return f"{tokens}\n{_of_gradients(summary)}" if summary.gradients else tokens
-
-
-def _of_gradients(summary: Summary) -> str:
-    gradients = summary.gradients
-    compiler = f"compiled by jaxlib {summary.versions['jaxlib']} on {summary.platform}"
-    wrong = [result for result in gradients if not result.passed]
-    if not wrong:
-        return f"right gradients: all {len(gradients)} agree with float64, {compiler}"
-    errors = ", ".join(
-        f"{x.unit} by {x.way} in {x.numerics.split()[-1]} is off by {x.error:.1g} of its size"
-        for x in wrong
-    )
-    return f"WRONG GRADIENTS: {len(wrong)} of {len(gradients)}, {compiler}: {errors}"
-
-
-def to_json(summary: Summary) -> str:
-    """The summary as a JSON object; a difference that is not a number becomes null."""
-    values = asdict(summary)
-    for case, result in zip(values["cases"], summary.cases, strict=True):
-        first = result.first_unequal
-        case["first_unequal"] = None if first is None else first._asdict()
-        case["passed"] = result.passed
-    for gradient, result in zip(values["gradients"], summary.gradients, strict=True):
-        gradient["passed"] = result.passed
-    return pages.as_json(values)
-
-
-def table(results: Sequence[CaseResult]) -> Table:
-    """The results for a terminal, one case a row; of 80 columns, without a broken word."""
-    title = "Log-probs of the sampler against those of ..."
-    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("case", "tokens", "unequal", "max |diff|", "seconds", ""):
-        drawn.add_column(name, justify="left" if name in ("case", "") else "right")
-    said = ""
-    for result in results:
-        # The family and dtype; a line below says all.
-        numerics = " ".join(result.numerics.split()[:2])
-        if numerics != said:
-            said = numerics
-            drawn.add_row(f"[bold]{numerics}")
-        verdict = "[green]equal" if result.passed else "[red]UNEQUAL"
-        if result.control:
-            verdict = "[dim]control"
-        elif not result.compared_tokens:
-            verdict = "[red]NOTHING COMPARED"
-        drawn.add_row(
-            result.name + _where(result),
-            f"{result.compared_tokens:,}",
-            f"{result.unequal_tokens:,}",
-            f"{result.max_abs_diff:.1e}" if result.max_abs_diff else "0",
-            f"{result.seconds:.1f}",
-            verdict,
-        )
-    return drawn
-
-
-def _where(result: CaseResult) -> str:
-    """The first unequal token of a failed case, on a line of its own."""
-    first = result.first_unequal
-    if first is None or result.control:
-        return ""
-    (drawn, other), (recorded, computed) = first.tokens, first.values
-    place = f"sequence {first.sequence}, position {first.position}"
-    if drawn != other:
-        return f"\n  first at {place}: token {drawn} and {other}"
-    return f"\n  first at {place}: {recorded!r} and {computed!r}"

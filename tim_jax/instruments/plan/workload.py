@@ -1,6 +1,5 @@
 """A training step to compile: its programs, and the shapes of their arguments."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -343,16 +342,8 @@ class _Laid:
         return bytes_per_device(self.base) - adapted
 
     @property
-    def _start(self) -> Callable:
-        optimizer = self.workload.training.scaled_optimizer
-        return partial(programs.init, optimizer, self.workload.learning)
-
-    @property
     def _layout(self) -> programs.Layout:
-        start = partial(
-            programs.init, self.workload.training.scaled_optimizer, self.workload.learning
-        )
-        return programs.layout(self.execution, start, self.devices)
+        return programs.layout(self.execution, self.workload.training.init, self.devices)
 
     @property
     def weights(self) -> Tree:
@@ -361,10 +352,8 @@ class _Laid:
 
     @property
     def state(self) -> Tree:
-        start: Callable = partial(
-            programs.init, self.workload.training.scaled_optimizer, self.workload.learning
-        )
-        return self._on(jax.eval_shape(start, self.trained), self._layout.state)
+        state = jax.eval_shape(self.workload.training.init, self.trained)
+        return self._on(state, self._layout.state)
 
     @property
     def key(self) -> Tree:

@@ -21,6 +21,22 @@ The arms are all combinations of the options, or those that `arms` lists, with t
 divergent arm is one whose sampler has a mismatch. Its control has the same differences on both
 sides: what is sampled is as good or as bad, and there is no mismatch. Only against it can an effect
 be one of mismatch.
+
+A study of gradients has one policy, and sources and remedies in place of arms:
+
+    kind = "gradient"
+    base = "../small.toml"          # the run whose last checkpoint is measured
+    hypothesis = "..."
+    batches = 32
+
+    [common]                        # changes to the base
+    steps = 20
+    [source.fp8_cache]              # the sampler's differences, one table a source
+    mismatch = [{ name = "kv_cache", dtype = "float8_e4m3fn" }]
+    [remedy.token_tis]              # corrections, in recompute mode
+    corrections = [{ name = "token_tis" }]
+    [horizon.16]                    # changes to the task; left out: the base's own task
+    task.parameters.digits = [8, 8]
 """
 
 import itertools
@@ -33,6 +49,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from tim_jax import corrections, mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import Count, Section, refusal
@@ -331,3 +348,65 @@ def control_of(run: Mapping[str, Any]) -> dict[str, Any]:
     tables = [table for table in config.sampler.mismatch if table["name"] in kept]
     sampler = {**run["sampler"], "mismatch": tables, "both_sides": bool(tables)}
     return {**run, "sampler": sampler, "exact": "required"}
+
+
+EXACT = "exact"
+WHOLE = "all"  # the one horizon of a study that names none
+
+
+class Source(Section):
+    """How a sampler differs from the learner."""
+
+    mismatch: Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
+
+
+class Remedy(Section):
+    """A correction, applied in recompute mode."""
+
+    corrections: Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
+
+
+class GradientStudy(Section):
+    """The gradient of a policy at fixed weights, exact and under every source and remedy."""
+
+    kind: Literal["gradient"]
+    name: str = ""
+    base: str
+    """A run's TOML file, relative to the study's."""
+    hypothesis: Annotated[str, Field(min_length=1)]
+    common: dict[str, Any] = Field(default_factory=dict)
+    """Changes to the base."""
+    batches: Annotated[int, Field(ge=4)] = 32
+    """Batches of a source: each is a step of the base, with the same prompts."""
+    projected: Count | None = None
+    """Numbers that a gradient is projected to, for models of whose gradients a few hundred have no
+    room. Inner products are then right in the mean, to about sqrt(2 / projected). Left out: the
+    whole gradient."""
+    states: Count = 64
+    """Visited states that the largest token score is taken of, where there are horizons."""
+    source: dict[str, Source]
+    remedy: dict[str, Remedy] = Field(default_factory=dict)
+    horizon: Options = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in (*self.source, *self.remedy):
+            check_name(name)
+        if EXACT in self.source:
+            raise refusal(f"source.{EXACT}", None, "this name is kept for the exact sampler")
+        for name, source in self.source.items():
+            _built(f"source.{name}.mismatch", mismatch.build, source.mismatch)
+        for name, remedy in self.remedy.items():
+            _built(f"remedy.{name}.corrections", corrections.build, remedy.corrections)
+        return self
+
+    def dial(self, source: str) -> Mismatch:
+        """The sampler's differences of a source."""
+        return mismatch.build(self.source[source].mismatch)
+
+
+def _built(key: str, build: Any, tables: Any) -> None:
+    try:
+        build(tables)
+    except InputError as error:
+        raise refusal(key, None, str(error)) from error

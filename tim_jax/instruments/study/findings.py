@@ -15,9 +15,9 @@ from scipy import stats
 
 from tim_jax.common.errors import InputError
 from tim_jax.common.pages import Table
-from tim_jax.instruments.study.definition import CONTROL
+from tim_jax.instruments.study.definition import CONTROL, GradientStudy
 from tim_jax.instruments.study.gradient import RECOMPUTE
-from tim_jax.instruments.study.measurement import Estimate, GradientStudy, estimate, estimators
+from tim_jax.instruments.study.measurement import Estimate, estimate, estimators
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
 _DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import corrections, metrics, placement
+from tim_jax import corrections, metrics
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.mismatch import Mismatch
 from tim_jax.model import adapters
 from tim_jax.model.execution import Execution, jit
 from tim_jax.numerics.sums import tree_sum
-from tim_jax.rl import drawing, programs, sharded
+from tim_jax.rl import drawing, programs
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.experience import experience
 from tim_jax.rl.training import Training
@@ -112,9 +112,8 @@ class Measuring:
 
     def __init__(self, bench: Bench):
         self.bench = bench
-        on = placement.mesh(bench.execution.placement, jax.devices()[:1])
         plain = bench.learnings[RECOMPUTE]
-        self._policy = sharded.policy(bench.execution, on, learning=plain)
+        self._policy = programs.policy(bench.execution, plain, jax.devices()[:1])
         numerics = bench.execution.numerics
         self._score = jit(lambda w, r: self._policy.score(w, r)[0], numerics)
         self._gradient = jit(self._flat_gradient, numerics)

@@ -1,56 +1,31 @@
-"""A study at fixed weights as a frozen value, and what it measures, source by source.
-
-    kind = "gradient"
-    base = "../small.toml"          # the run whose last checkpoint is measured
-    hypothesis = "..."
-    batches = 32
-
-    [common]                        # changes to the base
-    steps = 20
-    [source.fp8_cache]              # the sampler's differences, one table a source
-    mismatch = [{ name = "kv_cache", dtype = "float8_e4m3fn" }]
-    [remedy.token_tis]              # corrections, in recompute mode
-    corrections = [{ name = "token_tis" }]
-    [horizon.16]                    # changes to the task; left out: the base's own task
-    task.parameters.digits = [8, 8]
+"""What a study at fixed weights measures, source by source.
 
 The policy is trained as the base says, by an exact run. Every pair of a horizon and a source is one
 line of measured.jsonl; what is there is not measured again.
-
-Where there are horizons, the constants of Theorem 3.1 of Beyond Precision (arXiv 2602.01826) are
-measured as well. For rewards in [0, 1] the gradient under a sampler mu differs from that under the
-policy pi by at most 2 B D T^2: T is the longest response, B the largest norm of a token's score,
-and D the largest total variation between the two distributions of a next token. The largest over
-all states cannot be measured; taken here are the largest over states that were visited.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Self
+from typing import Any, NamedTuple, NotRequired
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
 
-from tim_jax import corrections, mismatch
+from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.config.sections import Count, Section, refusal
 from tim_jax.app.run import assembly, folders, grading, sources
 from tim_jax.app.run.loggers import JsonLines, read_lines
 from tim_jax.app.run.sources import Model
 from tim_jax.common.errors import InputError
-from tim_jax.common.types import Rollout
-from tim_jax.instruments.study.definition import Options, check_name, merged
+from tim_jax.instruments.study import bound
+from tim_jax.instruments.study.definition import EXACT, WHOLE, GradientStudy, merged
 from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE, Batches, Bench, Measuring
-from tim_jax.mismatch import Mismatch
-from tim_jax.model import transformer
-from tim_jax.model.execution import Execution, jit
-from tim_jax.model.weights import Weights
-from tim_jax.policy import layout, scoring
+from tim_jax.model.execution import Execution
 from tim_jax.rl.types import Learning
 
 
@@ -155,68 +130,6 @@ def mean(values: np.ndarray) -> Estimate:
     return Estimate(float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values))))
 
 
-EXACT = "exact"
-WHOLE = "all"  # the one horizon of a study that names none
-
-
-class Source(Section):
-    """How a sampler differs from the learner."""
-
-    mismatch: Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
-
-
-class Remedy(Section):
-    """A correction, applied in recompute mode."""
-
-    corrections: Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
-
-
-class GradientStudy(Section):
-    """The gradient of a policy at fixed weights, exact and under every source and remedy."""
-
-    kind: Literal["gradient"]
-    name: str = ""
-    base: str
-    """A run's TOML file, relative to the study's."""
-    hypothesis: Annotated[str, Field(min_length=1)]
-    common: dict[str, Any] = Field(default_factory=dict)
-    """Changes to the base."""
-    batches: Annotated[int, Field(ge=4)] = 32
-    """Batches of a source: each is a step of the base, with the same prompts."""
-    projected: Count | None = None
-    """Numbers that a gradient is projected to, for models of whose gradients a few hundred have no
-    room. Inner products are then right in the mean, to about sqrt(2 / projected). Left out: the
-    whole gradient."""
-    states: Count = 64
-    """Visited states that the largest token score is taken of, where there are horizons."""
-    source: dict[str, Source]
-    remedy: dict[str, Remedy] = Field(default_factory=dict)
-    horizon: Options = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for name in (*self.source, *self.remedy):
-            check_name(name)
-        if EXACT in self.source:
-            raise refusal(f"source.{EXACT}", None, "this name is kept for the exact sampler")
-        for name, source in self.source.items():
-            _built(f"source.{name}.mismatch", mismatch.build, source.mismatch)
-        for name, remedy in self.remedy.items():
-            _built(f"remedy.{name}.corrections", corrections.build, remedy.corrections)
-        return self
-
-    def dial(self, source: str) -> Mismatch:
-        """The sampler's differences of a source."""
-        return mismatch.build(self.source[source].mismatch)
-
-
-def _built(key: str, build: Any, tables: Any) -> None:
-    try:
-        build(tables)
-    except InputError as error:
-        raise refusal(key, None, str(error)) from error
-
-
 class Trained(NamedTuple):
     """The policy that is measured."""
 
@@ -294,7 +207,7 @@ def measure(
                 other = measuring.batches(study.dial(source), kept=kept and kept / source)
                 record = {"horizon": name, "source": source} | _record(exact, other)
                 if study.horizon:
-                    record |= constants(measuring, study.dial(source), states=study.states)
+                    record |= bound.constants(measuring, study.dial(source), states=study.states)
                 lines.write(0, record)
                 yield record
     finally:
@@ -401,74 +314,3 @@ def estimate(record: Mapping[str, Any], estimator: str, name: str) -> Estimate:
 def estimators(record: Mapping[str, Any]) -> list[str]:
     """The estimators of a record: the two modes without a correction, then the remedies."""
     return [BYPASS, RECOMPUTE, *(n for n in record["estimators"] if n not in (BYPASS, RECOMPUTE))]
-
-
-def constants(measuring: Measuring, dial: Mismatch, *, states: int) -> dict[str, float]:
-    """T, B, D, the mean total variation, and the bound, on the first batch of the exact sampler.
-
-    A sampler that adds noise to logits has another distribution at every draw; for those D is
-    left out, as is the bound.
-    """
-    bench = measuring.bench
-    rollout = measuring.rollouts(Mismatch(), 1)
-    scores = score_norms(bench.weights, bench.params, rollout, bench.execution, states=states)
-    longest = int(np.max(np.asarray(rollout.lengths)))
-    measured = {"longest": float(longest), "score_norm": float(np.max(scores))}
-    if any(entry.no_control or entry.only_reports for entry in dial.active):
-        return measured
-    other = replace(bench.execution, numerics=dial.numerics(bench.execution.numerics))
-    edited = jax.jit(dial.weights)(bench.weights)
-    varied = total_variation(bench.weights, edited, rollout, bench.execution, other)
-    largest, mean = float(np.max(varied)), float(np.mean(varied))
-    bound = 2.0 * measured["score_norm"] * largest * longest**2
-    return measured | {"variation_largest": largest, "variation_mean": mean, "bound": bound}
-
-
-def total_variation(
-    weights: Weights, edited: Weights, rollout: Rollout, execution: Execution, other: Execution
-) -> np.ndarray:
-    """f32[N], half the L1 distance of the two next-token distributions at N visited states."""
-    # Sequence by sequence, because a whole batch's distributions are large: R V numbers each.
-    policies = [
-        (jit(lambda w, r, e=e: _distributions(w, r, e), e.numerics), w)
-        for w, e in ((weights, execution), (edited, other))
-    ]
-    distances = []
-    for index in range(rollout.mask.shape[0]):
-        sequence = jax.tree.map(lambda leaf, i=index: leaf[i : i + 1], rollout)
-        one, two = (np.asarray(distribution(w, sequence)) for distribution, w in policies)
-        distances.append(0.5 * np.abs(one - two).sum(axis=-1))
-    return np.concatenate(distances)[np.asarray(rollout.mask)]
-
-
-def _distributions(weights: Weights, rollout: Rollout, execution: Execution) -> jax.Array:
-    """f32[B, R, V], of every response token, at the execution's temperature, not truncated."""
-    tokens = layout.sequences(rollout)
-    rows, size = rollout.responses.shape
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-    hidden, _, _ = transformer.forward(weights, tokens, positions, execution=execution)
-    index = rollout.prompt_lengths[:, None] - 1 + jnp.arange(size)[None, :]
-    before = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
-    logits = transformer.logits(weights, before.reshape(rows * size, -1), execution=execution)
-    return jax.nn.softmax(logits / execution.sampling.temperature).reshape(rows, size, -1)
-
-
-def score_norms(
-    weights: Weights, params: Any, rollout: Rollout, execution: Execution, *, states: int
-) -> np.ndarray:
-    """f32[`states`], norms of the gradient of a token's log-prob, at states spread over a batch."""
-    at = np.argwhere(np.asarray(rollout.mask))
-    chosen = at[np.linspace(0, len(at) - 1, min(states, len(at))).astype(int)]
-
-    def log_prob(params, row, column):
-        one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), rollout)
-        scores = scoring.score(execution.prepare(params), one, execution=execution)
-        return scores.log_probs[0, column]
-
-    def norm(place):
-        gradient = jax.grad(log_prob)(params, place[0], place[1])
-        squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradient)]
-        return jnp.sqrt(sum(squares, start=jnp.float32(0.0)))
-
-    each = jit(lambda places: jax.lax.map(norm, places), execution.numerics)
-    return np.asarray(each(jnp.asarray(chosen, jnp.int32)))

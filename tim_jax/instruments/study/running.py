@@ -28,9 +28,8 @@ from tim_jax.app.run import folders
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.app.run.signals import Preemption
 from tim_jax.common import errors, inputs
-from tim_jax.common.errors import InputError, PreemptedError, did_you_mean
-from tim_jax.instruments.study.definition import Arm, Study
-from tim_jax.instruments.study.measurement import GradientStudy
+from tim_jax.common.errors import InputError, PreemptedError, did_you_mean, writing
+from tim_jax.instruments.study.definition import Arm, GradientStudy, Study
 
 _POLL = 0.2  # seconds
 _SAY = 30.0  # seconds after which each run's last line is repeated
@@ -106,15 +105,13 @@ def state(study: Any, arms: Sequence[Arm], folder: Path, *, seeds: Sequence[int]
                     " study another folder (--folder)"
                 )
         return stated
-    try:
+    with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
         if strangers := sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")):
             raise InputError(f"{folder} is not empty and holds no study, but {strangers[0]}")
         partial = folder / ".study.json"
         partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
     folders.record_start(folder)
     return stated
 
