@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -1048,7 +1049,10 @@ def test_a_result_that_cannot_be_written(finished, folder, call):
 
 USAGE = {
     "nothing": ([], "the following arguments are required: COMMAND; see tim-jax --help"),
-    "no config": (["train"], "train: the following arguments are required: config, KEY=VALUE; see"),
+    "no config": (
+        ["train"],
+        "train: the following arguments are required: config; see",
+    ),
     "unknown": (["fly", "me"], "argument COMMAND: invalid choice: 'fly' (choose from "),
     "no prompt": (["generate", "x"], "generate: the following arguments are required: prompt"),
     "option": (["train", "x", "--fast"], "unrecognized arguments: --fast; see tim-jax --help"),
@@ -1059,6 +1063,22 @@ USAGE = {
 def test_usage_errors_name_what_is_wanted(kind, call):
     arguments, words = USAGE[kind]
     assert words in refused(call, *arguments)
+
+
+COMMANDS = ("train", "eval", "generate", "export", "audit", "diagnose", "plan", "study", "report")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "translate"])
+def test_the_page_of_a_command_says_what_it_does_in_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    pages = {}
+    for arguments in (["--help"], [command, "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(arguments)
+        pages[len(arguments)] = capsys.readouterr().out
+    what = re.search(rf"^    {command}\s+(.*)$", pages[1], re.MULTILINE)[1]
+    assert f"\n\n{what[0].upper()}{what[1:]}.\n\n" in pages[2]
+    assert max(map(len, pages[2].splitlines())) <= 80
 
 
 # The installed command

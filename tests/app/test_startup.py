@@ -96,6 +96,21 @@ def test_a_mistake_in_a_config_is_named_in_about_a_second():
     assert min(taken) < 2.0
 
 
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        (["diagnose", "tiny", "gone.jsonl"], "rollouts gone.jsonl: no such file"),
+        (["report", "gone"], "gone: no such folder"),
+        (["generate", "tiny", ""], "the prompt is empty"),
+    ],
+    ids=lambda value: value[0],
+)
+def test_what_is_missing_is_named_before_anything_is_imported(command, what):
+    status, error, modules = imported(*command)
+    assert (status, what in error) == (2, True)
+    assert packages(modules).isdisjoint({*HEAVY, "jax", "numpy", "pydantic"})
+
+
 def test_help_waits_for_nothing():
     status, _, modules = imported("--help")
     names = packages(modules)

@@ -468,6 +468,14 @@ def test_veto_reads_the_ratio_beyond_the_bound_of_20():
     assert kept.tolist() == [[1, 1], [0, 0]]
 
 
+def test_what_was_corrected_shows_itself_in_a_few_lines():
+    found = correct(corrections.token_tis(), log_ratio=jnp.zeros((2, 3)), mask=jnp.ones((2, 3)))
+    lines = repr(found).splitlines()
+    assert lines[0].startswith("Corrected(coefficients and kept [2, 3], state, metrics: ")
+    assert (2 <= len(lines) <= 10, max(map(len, lines)) <= 98) == (True, True)
+    assert all(name in repr(found) for name in found.metrics)
+
+
 def test_integer_masks_and_starts_are_understood():
     arrays = batch(18)
     expected = run("vexact", arrays)

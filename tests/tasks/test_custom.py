@@ -7,7 +7,7 @@ import pytest
 
 from tim_jax.common.errors import InputError
 from tim_jax.tasks.base import Example, Grade, Message, state_of
-from tim_jax.tasks.custom import isolated_task, load_reward
+from tim_jax.tasks.custom import answer_rewards, isolated_task, load_reward
 from tim_jax.tasks.episodes import Packed
 
 SOURCE = """
@@ -47,6 +47,9 @@ def words(prompts, completions, answers):
 
 def holes(prompts, completions, answers):
     return [1.0, None]
+
+def of_texts(completions, **columns):
+    return [1.0 for _ in completions]
 
 def raises(prompts, completions, answers):
     raise KeyError("no such thing\\nsecond line")
@@ -127,11 +130,18 @@ def test_bad_returns(name, message):
         ("my_broken:good", "raised ModuleNotFoundError: No module named 'not_installed_anywhere'"),
         ("my_rewards:god", "my_rewards has no 'god'; did you mean 'good'"),
         ("my_rewards:constant", "not a function but int"),
+        (
+            "my_rewards:of_texts",
+            r"my_rewards:of_texts must take three lists, \(prompts, completions, answers\);"
+            r" it takes \(completions, \*\*columns\)",
+        ),
     ],
 )
 def test_bad_names(name, message):
     with pytest.raises(InputError, match=message):
         load_reward(name)
+    with pytest.raises(InputError, match=message):
+        answer_rewards({"name": name, "notes": []})
 
 
 def test_a_task_made_elsewhere_keeps_the_states_of_its_episodes(here):

@@ -101,8 +101,8 @@ def as_task(examples: tuple[Example, ...], reward: Callable[..., Any] | None) ->
             f" {shown(reward)}"
         )
     name = getattr(reward, "__name__", type(reward).__name__)
-    grade = custom.as_grader(reward, name, answer=lambda example: example.data[_ANSWER])
     try:
+        grade = custom.as_grader(reward, name, answer=lambda example: example.data[_ANSWER])
         grade(examples[:1], [examples[0].answer])
     except InputError as error:
         hint = f"; is it a function of one completion? reward=tim_jax.per_item({name})"

@@ -12,7 +12,7 @@ from tim_jax.common.errors import InputError
 DTYPES = ("float32", "bfloat16", "float16")
 FAMILIES = ("auto", "tiles", "native", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu")
 A_MODEL = "folder, hub name or run folder, or tiny, which comes with the package"
-KERNELS = "kernels; auto: tiles on CPU, pallas_gpu on NVIDIA GPUs, pallas_tpu on TPUs"
+KERNELS = f"kernels: {', '.join(FAMILIES)}; auto: tiles on CPU, pallas_gpu or pallas_tpu there"
 
 
 class RefusedError(Exception):
@@ -27,6 +27,22 @@ class Parser(ArgumentParser):
         command = self.prog.partition(" ")[2]
         where = f"{command}: " if command else ""
         raise RefusedError(f"{where}{message}; see {self.prog} --help")
+
+
+def add_command(commands: Any, name: str, about: str) -> ArgumentParser:
+    """Adds a command, whose own page says what it does as well as the list of commands."""
+    description = f"{about[0].upper()}{about[1:]}."
+    return commands.add_parser(name, help=about, description=description)
+
+
+def add_kernels(parser: ArgumentParser, **options: Any) -> None:
+    """Adds `--family`."""
+    parser.add_argument("--family", choices=FAMILIES, metavar="NAME", help=KERNELS, **options)
+
+
+def add_overrides(parser: ArgumentParser, about: str) -> None:
+    """Adds changes to a config. With a default, for else argparse says that some are required."""
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=about)
 
 
 def add_whole(
@@ -82,9 +98,9 @@ def name(text: str) -> str:
 
 def add_eval(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
     """Adds `tim-jax eval`."""
-    evaluate = commands.add_parser("eval", help="evaluate on the held-out problems of a run")
+    evaluate = add_command(commands, "eval", "evaluate on the held-out problems of a run")
     evaluate.add_argument("config", help="run folder, or TOML file, see configs/")
-    evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
+    add_overrides(evaluate, overrides)
     evaluate.add_argument(
         "--model", type=name, help="folder or hub name; default: the run's checkpoint"
     )
@@ -94,7 +110,7 @@ def add_eval(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
 
 def add_export(commands: Any, *, run: Callable[..., int]) -> None:
     """Adds `tim-jax export`."""
-    export = commands.add_parser("export", help="write a run's checkpoint as transformers loads it")
+    export = add_command(commands, "export", "write a run's checkpoint as transformers loads it")
     export.add_argument("source", metavar="run", type=name, help="run folder")
     export.add_argument("folder", type=path, help="new folder for the model")
     add_whole(export, "--step", 0, help="of the checkpoint; default: the newest")
@@ -106,11 +122,11 @@ def add_export(commands: Any, *, run: Callable[..., int]) -> None:
 
 def add_audit(commands: Any, *, run: Callable[..., int]) -> None:
     """Adds `tim-jax audit`."""
-    audit = commands.add_parser("audit", help="prove that sampler and learner agree to the bit")
+    audit = add_command(commands, "audit", "prove that sampler and learner agree to the bit")
     audit.add_argument("model", type=name, help=f"{A_MODEL}; or a preset")
     audit.add_argument("--json", type=path, metavar="FILE", help="write the result there")
     audit.add_argument("--quick", action="store_true", help="fewer cases")
-    audit.add_argument("--family", choices=FAMILIES, help=KERNELS)
+    add_kernels(audit)
     audit.add_argument(
         "--interpret", action="store_true", help="run Pallas kernels without their device, slowly"
     )
@@ -139,11 +155,9 @@ def add_audit(commands: Any, *, run: Callable[..., int]) -> None:
 
 def add_plan(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
     """Adds `tim-jax plan`."""
-    plan = commands.add_parser(
-        "plan", help="what a step would take on TPUs or GPUs that are not here"
-    )
+    plan = add_command(commands, "plan", "what a step would take on TPUs or GPUs that are not here")
     plan.add_argument("config", help="TOML file, see configs/")
-    plan.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
+    add_overrides(plan, overrides)
     plan.add_argument("--topology", required=True, help="such as v5e:4x4, v5p:2x2x4 or h200:1")
     plan.add_argument(
         "--architecture",
@@ -169,8 +183,8 @@ def add_plan(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
 
 def add_diagnose(commands: Any, *, run: Callable[..., int]) -> None:
     """Adds `tim-jax diagnose`."""
-    parser = commands.add_parser(
-        "diagnose", help="say what is wrong with log-probs that another system recorded"
+    parser = add_command(
+        commands, "diagnose", "say what is wrong with log-probs that another system recorded"
     )
     parser.add_argument("model", type=name, help=A_MODEL)
     parser.add_argument("rollouts", type=path, help="JSON lines, JSON or Parquet, see docs")
@@ -207,7 +221,7 @@ def add_diagnose(commands: Any, *, run: Callable[..., int]) -> None:
 
 def add_study(commands: Any, *, run: Callable[..., int]) -> None:
     """Adds `tim-jax study`."""
-    study = commands.add_parser("study", help="run the arms of a study side by side, with controls")
+    study = add_command(commands, "study", "run the arms of a study side by side, with controls")
     study.add_argument("study", nargs="?", type=path, help="TOML file, see configs/studies/")
     study.add_argument("--list", action="store_true", help="the studies that are shipped")
     add_whole(study, "--jobs", 1, default=1, metavar="N", help="runs at a time")
@@ -217,7 +231,7 @@ def add_study(commands: Any, *, run: Callable[..., int]) -> None:
 
 def add_report(commands: Any, *, run: Callable[..., int]) -> None:
     """Adds `tim-jax report`."""
-    report = commands.add_parser("report", help="a page with the figures of runs and studies")
+    report = add_command(commands, "report", "a page with the figures of runs and studies")
     report.add_argument("folders", nargs="+", type=path, metavar="RUN_OR_STUDY")
     report.add_argument(
         "--out", type=path, default=Path("report.html"), help="the page; figures as PNG beside it"
@@ -227,8 +241,8 @@ def add_report(commands: Any, *, run: Callable[..., int]) -> None:
 
 def add_translate(commands: Any, *, run: Callable[..., int]) -> None:
     """Adds `tim-jax translate`."""
-    translate = commands.add_parser(
-        "translate", help="a verl configuration as one of this library, and what differs"
+    translate = add_command(
+        commands, "translate", "a verl configuration as one of this library, and what differs"
     )
     translate.add_argument("file", type=path, help="YAML file of verl, interpolations resolved")
     translate.add_argument("--out", type=path, metavar="FILE", help="write the TOML there")

@@ -167,17 +167,17 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
     read.add_eval(commands, overrides=_OVERRIDES, run=_evaluate)
-    generate = commands.add_parser("generate", help="sample completions")
+    generate = read.add_command(commands, "generate", "sample completions")
     generate.add_argument("model", type=read.name, help=read.A_MODEL)
-    generate.add_argument("prompt", nargs="+")
-    read.add_whole(generate, "--samples", 1, default=1)
+    generate.add_argument("prompt", nargs="+", help="text, or a user's message in a chat")
+    read.add_whole(generate, "--samples", 1, default=1, help="of each prompt; default: 1")
     about = "of a response; default: 64, or half of the model's positions if that is less"
     read.add_whole(generate, "--max-tokens", 1, help=about)
-    read.add_number(generate, "--temperature", default=1.0, help="0 is greedy")
+    read.add_number(generate, "--temperature", default=1.0, help="default: 1; 0 is greedy")
     read.add_whole(generate, "--top-k", 0, default=0, help="0 is off")
     read.add_number(generate, "--top-p", default=1.0, help="1 is off")
     generate.add_argument("--dtype", choices=read.DTYPES, default="float32")
-    generate.add_argument("--family", choices=read.FAMILIES, default="auto", help=read.KERNELS)
+    read.add_kernels(generate, default="auto")
     read.add_whole(generate, "--seed", 0, 2**32, default=0)
     generate.add_argument("--plain", action="store_true", help="no chat template")
     for axis in ("data", "fsdp", "expert", "tensor"):
@@ -196,9 +196,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_train(commands: Any) -> None:
-    train = commands.add_parser("train", help="train (or resume) the run of a config")
+    train = read.add_command(commands, "train", "train (or resume) the run of a config")
     train.add_argument("config", help="TOML file, see configs/")
-    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+    read.add_overrides(train, _OVERRIDES)
     train.add_argument(
         "--distributed",
         action="store_true",
@@ -250,12 +250,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    if not all(arguments.prompt):
+        raise InputError("the prompt is empty; give it some text to go on from")
     from tim_jax.app.jobs import generating
     from tim_jax.app.run import display
     from tim_jax.placement import Placement
 
-    if not all(arguments.prompt):
-        raise InputError("the prompt is empty; give it some text to go on from")
     shape = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
     rows = generating.generate(
         arguments.model,
@@ -344,6 +344,9 @@ def _study(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    for folder in arguments.folders:
+        if not folder.exists():
+            raise InputError(f"{folder}: no such folder")
     from tim_jax.app.jobs import studies
 
     studies.report(arguments.folders, out=arguments.out)
@@ -362,6 +365,8 @@ def _translate(arguments: argparse.Namespace) -> int:
 
 
 def _diagnose(arguments: argparse.Namespace) -> int:
+    if not arguments.rollouts.exists():
+        raise InputError(f"rollouts {arguments.rollouts}: no such file")
     from tim_jax.app.jobs import diagnosing
 
     return diagnosing.diagnose(diagnosing.Order(**diagnosing.named(arguments)))

@@ -6,6 +6,7 @@ row is laid out as one row for each of its sequences, corrected there, and packe
 sequence's coefficients have the bits that they have in an unpacked batch.
 """
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -94,7 +95,8 @@ class Corrected(NamedTuple):
     def __repr__(self) -> str:
         shape = ", ".join(map(str, self.coefficients.shape))
         names = ", ".join(sorted(self.metrics))
-        return f"Corrected(coefficients and kept [{shape}], state, metrics: {names})"
+        text = f"Corrected(coefficients and kept [{shape}], state, metrics: {names})"
+        return textwrap.fill(text, 98, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def correct(

@@ -76,7 +76,8 @@ def resolve(folder_or_hub: str | os.PathLike, *, config_only: bool = False) -> P
                 snapshot_download(name, allow_patterns=wanted, ignore_patterns=_UNWANTED_FILES)
             )
     except Exception as error:  # whatever the transport, the hub or its cache raise
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split()).removeprefix("(").removeprefix("Got: ")
+        reason = reason.partition(" An error happened")[0].partition(". ")[0][:200]
         raise InputError(
             f"model {name!r} is neither a folder here nor reachable on the hub ({reason})"
         ) from None

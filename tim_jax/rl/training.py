@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from tim_jax import optimizers, placement
-from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.errors import InputError, did_you_mean, ours
 from tim_jax.common.inputs import changed, changes, check_kinds
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.adapters import Lora
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
+from tim_jax.objectives import Objective
 from tim_jax.placement import SINGLE, Devices, Placement, check_host
 from tim_jax.rl import rules
 from tim_jax.rl.rules import Turns
@@ -283,7 +284,9 @@ class Training:
         """
         for name in changes:
             if name not in _PLACES:
-                hint = did_you_mean(name, sorted(_PLACES))
+                hint, meant = did_you_mean(name, _PLACES), ours(name)
+                if meant in _OF_OBJECTIVE - _PLACES.keys():
+                    hint = f"; write objective=tim_jax.objectives.grpo({meant}=...)"
                 raise InputError(f"Training has no field {name!r}{hint}")
         changed: Any = self
         for path in sorted({_PLACES[name][0] for name in changes}, key=len):  # the outermost first
@@ -317,5 +320,6 @@ def _places() -> dict[str, tuple[tuple[str, ...], str]]:
 
 
 _PLACES = _places()
+_OF_OBJECTIVE = {field.name for field in fields(Objective)}
 FIELDS = tuple(sorted(_PLACES))
 """Names that `Training.varied` takes."""

@@ -13,7 +13,7 @@ from flax import struct
 
 from tim_jax import corrections
 from tim_jax.common.errors import InputError, check_choice
-from tim_jax.common.inputs import changes, check_kinds
+from tim_jax.common.inputs import changes, check_kinds, shown
 from tim_jax.common.types import Rollout
 from tim_jax.corrections import Correction, Mode
 from tim_jax.model.execution import Routing
@@ -148,6 +148,11 @@ class Learning:
     def __post_init__(self):
         check_kinds(self)
         objective = self.objective
+        if not isinstance(objective, Objective):
+            raise InputError(
+                "objective must be one that tim_jax.objectives makes, such as grpo(); got"
+                f" {shown(objective)}"
+            )
         check_choice("Learning: credit", self.credit, get_args(Credit))
         object.__setattr__(self, "correction", corrections.chain(self.correction))
         rules.check_learning(

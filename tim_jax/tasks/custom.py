@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
-from inspect import iscoroutine
+from inspect import iscoroutine, signature
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn
 
@@ -67,8 +67,9 @@ def as_grader(
       answer: what it is given as an example's answer.
 
     Raises:
-      InputError: when grading, as `load_reward` says.
+      InputError: it does not take three arguments; when grading, as `load_reward` says.
     """
+    check_reward(function, name)
 
     def grade(examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
         prompts = [plain(example.prompt) for example in examples]
@@ -78,6 +79,21 @@ def as_grader(
         return [Grade(value) for value in _checked(values, len(completions), name)]
 
     return grade
+
+
+def check_reward(function: Callable[..., Any], name: str) -> None:
+    """Refuses a reward that does not take three arguments."""
+    try:
+        takes = signature(function)
+    except ValueError:  # a builtin that does not say what it takes
+        return
+    try:
+        takes.bind((), (), ())
+    except TypeError:
+        raise InputError(
+            f"reward {name} must take three lists, (prompts, completions, answers);"
+            f" it takes {takes}"
+        ) from None
 
 
 def per_item(function: Callable[[Any, str, Any], Any]) -> Callable[..., list[Any]]:
@@ -340,6 +356,7 @@ def answer_rewards(setup: Mapping[str, Any]) -> Callable[[Any], list[float]]:
     """Returns what answers `IsolatedReward`: [prompts, completions, answers] -> rewards."""
     name, notes = setup["name"], setup["notes"]
     function = load_function(name)
+    check_reward(function, name)
 
     def handle(lists: Sequence[list[Any]]) -> list[float]:
         count = len(lists[0])

@@ -182,6 +182,13 @@ REFUSED = [
     # typos
     ("learner.micro_bach=8", "learner.micro_bach = 8: unknown key; did you mean 'micro_batch'?"),
     ("modl.path=x", "modl: unknown key; did you mean 'model'?"),
+    # keys of another section, under their own names and those of other libraries
+    ("samples=3", "samples = 3: unknown key; did you mean 'sampling.samples'?"),
+    ("learner.samples=3", "learner.samples = 3: unknown key; did you mean 'sampling.samples'?"),
+    ("num_generations=4", "num_generations = 4: unknown key; did you mean 'sampling.samples'?"),
+    ("sampling.num_generations=4", "num_generations = 4: unknown key; did you mean 'samples'?"),
+    ("lr=1e-6", "lr = 1e-06: unknown key; did you mean 'optimizer.learning_rate'?"),
+    ("learner.beta=0", "unknown key; did you mean 'learner.objective.kl_coefficient'?"),
     ("task={kind='gym', name='x', sead=1}", "task.sead = 1: unknown key; did you mean 'seed'?"),
     ("learner.mode=bypas", "learner.mode = \"bypas\": unknown value; did you mean 'bypass'?"),
     ("task={kind='dataste'}", "task.kind = \"dataste\": unknown value; did you mean 'dataset'?"),

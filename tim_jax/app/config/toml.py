@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from tim_jax.app.config.run import RunConfig
 from tim_jax.common import inputs
-from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.errors import InputError, did_you_mean, ours
 
 M = TypeVar("M", bound=BaseModel)
 COMMAND_LINE = "command line"
@@ -273,7 +273,7 @@ def _describe(error: Any, data: Mapping[str, Any], root: type) -> tuple[tuple[st
     elif kind in _UNKNOWN:
         _, parents = _walk(error["loc"][:-1], data, root)
         known = {name for section in parents for name in _keys(section)}
-        rule = f"unknown key{did_you_mean(key[-1], known)}"
+        rule = f"unknown key{_elsewhere(key[-1], known, root) or did_you_mean(key[-1], known)}"
     elif kind == "literal_error":
         rule = "unknown value" + _near(value, re.findall(r"'([^']*)'", context["expected"]))
     elif kind == "union_tag_invalid":
@@ -346,6 +346,25 @@ def _sections(kind: Any) -> list[type]:
     if isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind)):
         return [kind]
     return [section for part in get_args(kind) for section in _sections(part)]
+
+
+def _elsewhere(name: str, known: Collection[str], root: type) -> str:
+    """The hint for a key that another section has, by this name or by the one that it has here."""
+    meant = ours(name)
+    for wanted in (name,) if meant in known else (name, meant):
+        place = next(_places(wanted, root), None)
+        if place is not None:
+            return f"; did you mean {'.'.join(place)!r}?"
+    return ""
+
+
+def _places(name: str, section: type) -> Iterator[tuple[str, ...]]:
+    """The paths of the keys of this name, in a section and those inside it."""
+    for key, kind in _keys(section).items():
+        if key == name:
+            yield (key,)
+        for inner in _sections(kind):
+            yield from ((key, *path) for path in _places(name, inner))
 
 
 def _near(value: Any, known: list[str]) -> str:
