@@ -596,7 +596,8 @@ class Engine:
 
     def __str__(self) -> str:
         raw = ", raw log-probs" if self.raw else ""
-        return f"{self.dtype}, {self.attention}, temperature {self.temperature:g}{raw}"
+        how = f"{self.dtype}, {self.attention}, temperature {self.temperature:g}{raw}"
+        return f"transformers, {how}"
 
     def model(self, folder: Path) -> Any:
         """The model as torch runs it."""
@@ -624,7 +625,7 @@ def by_transformers(folder: Path, engine: Engine, *, rounds: int = 1, seed: int 
     torch.manual_seed(seed)
     rows = []
     for part in range(rounds):
-        for prompt in _prompt_lists(part + 100 * seed):
+        for prompt in prompt_lists(part + 100 * seed):
             made = model.generate(
                 torch.tensor([prompt] * 4),
                 attention_mask=torch.ones(4, len(prompt), dtype=torch.long),
@@ -656,10 +657,10 @@ def by_transformers(folder: Path, engine: Engine, *, rounds: int = 1, seed: int 
     return rows
 
 
-def _prompt_lists(part: int) -> Iterator[list[int]]:
+def prompt_lists(part: int) -> list[list[int]]:
     given = prompts(4, 90 + part)
-    for tokens, length in zip(np.asarray(given.tokens), given.lengths, strict=True):
-        yield tokens[: int(length)].tolist()
+    pairs = zip(np.asarray(given.tokens), given.lengths, strict=True)
+    return [tokens[: int(length)].tolist() for tokens, length in pairs]
 
 
 CONFIGURATIONS = (
@@ -679,7 +680,7 @@ ROLLOUTS = 20
 
 @dataclass(frozen=True)
 class Sound:
-    """What was said of a sound rollout of transformers."""
+    """What was said of a sound rollout of another program."""
 
     engine: str
     seed: int
@@ -689,18 +690,23 @@ class Sound:
     sizes: dict[str, float]
 
 
-def sound_rollout(folder: Path, engine: Engine, seed: int) -> Sound:
-    """A rollout of a model of its own, diagnosed."""
-    if not (folder / "config.json").exists():
-        hf.save(folder, jax.device_get(params()), CONFIG, tokenizer=TOKENIZER)
-    found = diagnosed(by_transformers(folder, engine, seed=seed))
+def exported(folder: Path) -> Path:
+    """Where the model lies as transformers loads it; it is written if it is not there."""
+    model = folder / "model"
+    if not (model / "config.json").exists():
+        hf.save(model, jax.device_get(params()), CONFIG, tokenizer=TOKENIZER)
+    return model
+
+
+def said_of(engine: str, seed: int, rows: Rows) -> Sound:
+    found = diagnosed(rows)
     named = "none" if found.best is None else found.best.explanation.name
-    return Sound(str(engine), seed, len(found.tokens.sequence), found.state, named, found.sizes)
+    return Sound(engine, seed, len(found.tokens.sequence), found.state, named, found.sizes)
 
 
 def sound_table(found: Sequence[Sound]) -> list[str]:
     lines = [
-        "| transformers' generate | rollouts | tokens | called a fault | named |"
+        "| program | rollouts | tokens | called a fault | named |"
         " mean \\|d\\|, largest of all | K3, largest of all |",
         "|---|--:|--:|--:|---|--:|--:|",
     ]
@@ -730,7 +736,7 @@ def write_page(folder: Path) -> None:
     made = (
         f"Made by `python scripts/diagnose_table.py FOLDER` with jax {jax.__version__}, Python"
         f" {platform.python_version()}, {jax.default_backend()}; {len(outcomes)} rollouts of this"
-        f" library's sampler, {len(found)} of transformers."
+        f" library's sampler, {len(found)} of other programs."
     )
     parts = [[made], summary(outcomes), table(outcomes), sound_table(found)]
     text = "\n\n".join("\n".join(part) for part in parts)
@@ -754,14 +760,12 @@ def measure_faults(folder: Path, only: Sequence[str], shares: Sequence[float]) -
 
 def measure_sound(folder: Path) -> None:
     """Rollouts of transformers that are not in the folder yet."""
-    path = folder / "sound.jsonl"
+    path, model = folder / "sound.jsonl", exported(folder)
     there = {(x["engine"], x["seed"]) for x in lines_of(path)}
-    for seed, engine in itertools.product(range(ROLLOUTS), CONFIGURATIONS):
+    many = itertools.product(range(ROLLOUTS), CONFIGURATIONS)
+    for seed, engine in (*many, *((0, one) for one in MORE)):
         if (str(engine), seed) not in there:
-            append(path, sound_rollout(folder / "model", engine, seed))
-    for engine in MORE:
-        if (str(engine), 0) not in there:
-            append(path, sound_rollout(folder / "model", engine, 0))
+            append(path, said_of(str(engine), seed, by_transformers(model, engine, seed=seed)))
 
 
 def append(path: Path, found: Any) -> None:

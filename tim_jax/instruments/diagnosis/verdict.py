@@ -253,9 +253,12 @@ def _in_some_layers(judged: Sequence[Judged], tokens: Tokens, forward: Forward) 
     wholes = [
         one for one in judged if one.explanation.name in quantised and one.explanation.sizes is None
     ]
-    fitting = {one: variants.goes_with(one.tokens, one.explanation) for one in wholes}
-    nearest = max(fitting, key=lambda one: fitting[one], default=None)
-    if nearest is None or fitting[nearest] < variants.LEAST_Z:
+    nearest = _nearest(wholes)
+    if nearest is None and abnormal(sizes):
+        # The rounding of the other layers may hide that of some, and is then larger than the gap.
+        larger = (one for one in wholes if one.effect > sizes["mean"])
+        nearest = min(larger, key=lambda one: one.effect, default=None)
+    if nearest is None:
         return []
     # What an 8-bit engine does with activations hides which layers have its weights.
     if nearest.share < _OF_ALL_LAYERS and _half_precision(judged, sizes, total):
@@ -264,6 +267,13 @@ def _in_some_layers(judged: Sequence[Judged], tokens: Tokens, forward: Forward) 
     some = _some_rows(tokens, max(_FEW, _OF_A_LAYER * layers, total // (layers + 2)))
     found = variants.in_some_layers(forward, some, quantised[nearest.explanation.name])
     return [] if found is None else [judge(found, some, null(some), total)]
+
+
+def _nearest(wholes: Sequence[Judged]) -> Judged | None:
+    """The quantised weights that go with what is recorded, if any do."""
+    fitting = {one: variants.goes_with(one.tokens, one.explanation) for one in wholes}
+    nearest = max(fitting, key=lambda one: fitting[one], default=None)
+    return nearest if nearest and fitting[nearest] >= variants.LEAST_Z else None
 
 
 def _check_masks(responses: Sequence[Response]) -> None:
