@@ -71,7 +71,11 @@ LINE_BREAK = 198
 HALF, PROBLEMS = ("bfloat16", "float16"), 16
 STALE = "weights of before the run"
 Row = dict[str, Any]  # of rollouts, or of a table
-SOURCES = tuple(one for one in PLAIN if one["name"] not in ("stale_weights", "pallas_attention"))
+SOURCES = tuple(
+    one | {"ranks": 3} if one["name"] == "tensor_parallel" else one  # of 9 heads
+    for one in PLAIN
+    if one["name"] not in ("stale_weights", "pallas_attention")
+)
 
 
 def prompt_ids(model: Path) -> list[list[int]]:
@@ -175,13 +179,15 @@ def audited(model: Path) -> str:
     return "\n".join(lines)
 
 
-def sources(model: Path, dtype: str, entries: Sequence[dict[str, Any]], kept: Path) -> None:
+def sources(
+    model: Path, dtype: str, entries: Sequence[dict[str, Any]], samples: int, kept: Path
+) -> None:
     """The table of docs/mismatch.md on chat prompts, without what this learner cannot have."""
     config, rows = hf.load_config(model), prompt_ids(model)
     longest = max(map(len, rows)) + RESPONSE
     kept.parent.mkdir(parents=True, exist_ok=True)
     file = kept.with_name(f"calibration_{dtype}.json")
-    numerics = measured(config, dtype, batch=len(rows) * SAMPLES, longest=longest, file=file)
+    numerics = measured(config, dtype, batch=len(rows) * samples, longest=longest, file=file)
     sampling = Sampling(RESPONSE, stop_tokens=config.eos_token_ids)
     execution = Execution(config, numerics, sampling)
     params = jax.tree.map(jnp.asarray, hf.load_params(model, config, dtype=dtype))
@@ -190,7 +196,7 @@ def sources(model: Path, dtype: str, entries: Sequence[dict[str, Any]], kept: Pa
     left = [arm for arm in cases(entries) if arm.name not in made and fits(arm, execution)]
     about = f"Learner: {auditing.describe(numerics)}; temperature 1; {machine()}."
     for result in ablation.ablate(
-        weights, padded(rows), left, execution=execution, samples=SAMPLES
+        weights, padded(rows), left, execution=execution, samples=samples
     ):
         (row,) = ablation.to_record([result], model="SmolLM2", about={})["cases"]
         keep(kept, row)
@@ -566,6 +572,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", nargs="+", help="names of the entries of `sources`")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of `sources`, per question")
     parser.add_argument("--every", type=int, default=1, help="diagnose every n-th row")
     parser.add_argument("--trained", type=Path, help="a run, for a mistake with its weights")
     given = parser.parse_args()
@@ -579,7 +586,8 @@ def main() -> None:
         kept = folder / "verdicts.jsonl"
         diagnosed(given.part, given.model, each, given.every, kept, given.trained)
     elif given.part == "sources":
-        sources(given.model, given.dtype, entries, folder / f"sources_{given.dtype}.jsonl")
+        kept = folder / f"sources_{given.dtype}_{given.samples}.jsonl"
+        sources(given.model, given.dtype, entries, given.samples, kept)
     else:
         text = {
             "logits": lambda: logits(given.model),
