@@ -22,8 +22,10 @@ from several import finished, started
 
 import tim_jax as tim
 from tim_jax.api.training import settle
+from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, MismatchError
 from tim_jax.instruments.auditing import random_params, running, standard_cases
+from tim_jax.instruments.diagnosis import verdict
 from tim_jax.mismatch import ENTRIES
 from tim_jax.model import calibration, hf
 from tim_jax.model.execution import Sampling
@@ -832,3 +834,14 @@ def test_a_template_that_rewrites_history_is_refused_unless_somebody_says_what_t
 
 def test_grpo_is_small():
     assert len(BY_NAME) <= 14
+
+
+def test_who_waits_for_a_diagnosis_is_told_so(model, monkeypatch):
+    def broken(*_, **__):
+        raise KeyError("lost")
+
+    monkeypatch.setattr(verdict, "diagnose", broken)
+    row = {"prompt_token_ids": [1], "response_token_ids": [2], "logprobs": [-1.0]}
+    with pytest.raises(KeyError) as caught:
+        tim.diagnose(model, [row])
+    assert waiting.task_of(caught.value) == "diagnosing"

@@ -12,7 +12,7 @@ import numpy as np
 from tim_jax.api import foreign
 from tim_jax.api.model import Model, check_model, load
 from tim_jax.api.rollouts import Rollout
-from tim_jax.common import pages
+from tim_jax.common import pages, waiting
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.instruments.diagnosis import records, verdict
 from tim_jax.instruments.diagnosis.declared import Distribution
@@ -110,18 +110,19 @@ class Diagnose:
         collected = foreign.read(
             "diagnose", model, given, form=format, default=default, skip_bad=skip_bad
         )
-        found = verdict.diagnose(
-            collected.responses,
-            forward,
-            others=tuple(_others(model, weights)),
-            tokenizer=model.tokenizer,
-        )
-        record = records.as_record(
-            found,
-            model.tokenizer.decode,
-            warnings=collected.warnings,
-            assumed=collected.assumed(default),
-        )
+        with waiting.during("diagnosing", about=waiting.COMPILES):
+            found = verdict.diagnose(
+                collected.responses,
+                forward,
+                others=tuple(_others(model, weights)),
+                tokenizer=model.tokenizer,
+            )
+            record = records.as_record(
+                found,
+                model.tokenizer.decode,
+                warnings=collected.warnings,
+                assumed=collected.assumed(default),
+            )
         return Diagnosis(found, record, collected.problems)
 
 

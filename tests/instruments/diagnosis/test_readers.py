@@ -395,6 +395,10 @@ def test_each_bad_line_is_named(tmp_path):
         ({"prompt_ids": [1], "completion_ids": [2]}, "TRL's completions table is text alone"),
         ({name: x for name, x in TUNIX.items() if name != "text"}, "add pad_id"),
         ({"choices": 3}, "not in the shape of vllm"),
+        (
+            {"prompts": [1], "responses": [2], "rollout_log_probs": [-1.0]},
+            "not in the shape of verl: there is no .attention_mask",
+        ),
     ],
 )
 def test_a_dump_without_log_probs_says_how_to_get_them(line, message):

@@ -300,7 +300,7 @@ def test_layers_that_one_side_quantised_are_named(monkeypatch, kind, chosen, hid
     made = by(plain._replace(weights=some), sampled())
     rows = [r | {"logprobs": x.tolist()} for r, x in zip(sampled(), made, strict=True)]
     responses = collect(readers.read(rows), limits=LIMITS).responses
-    kinds = ("int8", "int4")
+    kinds = ("int8", "float8_e4m3fn", "int4")
     found = verdict.diagnose(
         responses, plain, sources=[mismatch.quantised_weights(dtype=one) for one in kinds]
     )

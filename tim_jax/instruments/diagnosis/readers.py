@@ -83,9 +83,10 @@ def read(
         except InputError as error:
             yield error
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = shown(f"{type(error).__name__}: {error}")
+            reason = f"there is no {error}" if isinstance(error, KeyError) else reason
             name = detect(line.values) if form == "auto" else form
-            yield InputError(f"{line.where}: not in the shape of {name}: {shown(reason)}")
+            yield InputError(f"{line.where}: not in the shape of {name}: {reason}")
 
 
 def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None) -> Iterator[Row]:

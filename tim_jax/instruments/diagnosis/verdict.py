@@ -73,6 +73,7 @@ _SMALLER = 20.0
 _WEIGHTS = [x for x in variants.SOURCES if x.kind == "weights" and not x.draws]
 _OF_ALL_LAYERS = 0.3  # of the gap, explained by all layers: less does not tell some of them
 _OF_A_LAYER = 20  # tokens by which it is told, at least
+_HIDDEN = 2  # roundings of all layers that are tried in some, though they do not go with the gap
 
 
 State = Literal["exact", "numerics", "fault"]
@@ -253,27 +254,29 @@ def _in_some_layers(judged: Sequence[Judged], tokens: Tokens, forward: Forward) 
     wholes = [
         one for one in judged if one.explanation.name in quantised and one.explanation.sizes is None
     ]
-    nearest = _nearest(wholes)
-    if nearest is None and abnormal(sizes):
+    near = _nearest(wholes)
+    if not near and abnormal(sizes):
         # The rounding of the other layers may hide that of some, and is then larger than the gap.
         larger = (one for one in wholes if one.effect > sizes["mean"])
-        nearest = min(larger, key=lambda one: one.effect, default=None)
-    if nearest is None:
-        return []
+        near = sorted(larger, key=lambda one: one.effect)[:_HIDDEN]
     # What an 8-bit engine does with activations hides which layers have its weights.
-    if nearest.share < _OF_ALL_LAYERS and _half_precision(judged, sizes, total):
+    half = _half_precision(judged, sizes, total)
+    near = [one for one in near if one.share >= _OF_ALL_LAYERS or not half]
+    if not near:
         return []
     layers = forward.execution.config.num_layers
     some = _some_rows(tokens, max(_FEW, _OF_A_LAYER * layers, total // (layers + 2)))
-    found = variants.in_some_layers(forward, some, quantised[nearest.explanation.name])
-    return [] if found is None else [judge(found, some, null(some), total)]
+    found = (
+        variants.in_some_layers(forward, some, quantised[one.explanation.name]) for one in near
+    )
+    return [judge(one, some, null(some), total) for one in found if one is not None]
 
 
-def _nearest(wholes: Sequence[Judged]) -> Judged | None:
-    """The quantised weights that go with what is recorded, if any do."""
+def _nearest(wholes: Sequence[Judged]) -> list[Judged]:
+    """The quantised weights that go best with what is recorded, if any do."""
     fitting = {one: variants.goes_with(one.tokens, one.explanation) for one in wholes}
-    nearest = max(fitting, key=lambda one: fitting[one], default=None)
-    return nearest if nearest and fitting[nearest] >= variants.LEAST_Z else None
+    best = sorted(fitting, key=lambda one: -fitting[one])[:1]
+    return [one for one in best if fitting[one] >= variants.LEAST_Z]
 
 
 def _check_masks(responses: Sequence[Response]) -> None:
