@@ -571,7 +571,6 @@ def in_time(prompts, completions, answers):
         (PAIRS, {"lora": 8}, "lora must be a tim_jax.Lora, got 8"),
         (PAIRS, {"turns": 0}, "turns must be a tim_jax.Turns, got 0"),
         (PAIRS, {"sampler": []}, "sampler must be a tim_jax.rl.training.Sampler"),
-        (PAIRS, {"objective": "grop"}, "objective must be one that tim_jax.objectives makes"),
         (PAIRS, {"beta": 0.1}, "no field 'beta'; write objective=tim_jax.objectives.grpo(kl_coef"),
         (PAIRS, {"num_generations": 2}, "no field 'num_generations'; did you mean 'samples'?"),
         (PAIRS, {"mini_batch": 2}, "Training has no field 'mini_batch'; did you mean"),

@@ -1002,7 +1002,7 @@ def test_a_folder_of_something_else_is_left_alone(call, folder):
     assert [p.name for p in (folder / "mine").iterdir() if p.name[0] != "."] == ["letter.txt"]
 
 
-COMMANDS = {
+MISTAKES_OF_GENERATE = {
     "samples": (["--samples", "0"], "--samples must be at least 1"),
     "tokens": (["--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
     "samples without number": (
@@ -1020,9 +1020,9 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("kind", COMMANDS)
+@pytest.mark.parametrize("kind", MISTAKES_OF_GENERATE)
 def test_generate_with_what_is_not_right(kind, checkpoint, call):
-    options, words = COMMANDS[kind]
+    options, words = MISTAKES_OF_GENERATE[kind]
     assert words in refused(call, "generate", checkpoint, "1+2=", *options)
 
 

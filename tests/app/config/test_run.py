@@ -186,9 +186,15 @@ REFUSED = [
     ("samples=3", "samples = 3: unknown key; did you mean 'sampling.samples'?"),
     ("learner.samples=3", "learner.samples = 3: unknown key; did you mean 'sampling.samples'?"),
     ("num_generations=4", "num_generations = 4: unknown key; did you mean 'sampling.samples'?"),
-    ("sampling.num_generations=4", "num_generations = 4: unknown key; did you mean 'samples'?"),
+    (
+        "sampling.num_generations=4",
+        "sampling.num_generations = 4: unknown key; did you mean 'samples'?",
+    ),
     ("lr=1e-6", "lr = 1e-06: unknown key; did you mean 'optimizer.learning_rate'?"),
-    ("learner.beta=0", "unknown key; did you mean 'learner.objective.kl_coefficient'?"),
+    (
+        "learner.beta=0",
+        "learner.beta = 0: unknown key; did you mean 'learner.objective.kl_coefficient'?",
+    ),
     ("task={kind='gym', name='x', sead=1}", "task.sead = 1: unknown key; did you mean 'seed'?"),
     ("learner.mode=bypas", "learner.mode = \"bypas\": unknown value; did you mean 'bypass'?"),
     ("task={kind='dataste'}", "task.kind = \"dataste\": unknown value; did you mean 'dataset'?"),
