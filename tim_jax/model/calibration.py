@@ -40,8 +40,11 @@ from tim_jax.model.weights import matrices
 from tim_jax.numerics import Numerics, Rows
 from tim_jax.placement import processes
 
-_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 49, 56, 64, 96, 128, 256, 512, 1024, 2048)
-_ATTENTION_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
+# One and two rows beyond a multiple of 8 have kernels of their own on some processors: with AVX2
+# alone 17, 18, 41 and 42 rows of attention have other bits than 16 and 48.
+_PANELS = (16, 17, 18, 24, 25, 26, 32, 33, 34, 40, 41, 42, 48)
+_COUNTS = (1, 2, 3, 4, 6, 8, 12, *_PANELS, 49, 50, 56, 64, 96, 128, 256, 512, 1024, 2048)
+_ATTENTION_COUNTS = (1, 2, 3, 4, 6, 8, 12, *_PANELS)
 _WORTHWHILE = 32  # a learner tile of fewer rows is slow
 _SPANS = 12  # numbers of keys that are compared with all keys
 _MARGIN = 2  # blocks of keys that caches may have beyond the longest sequence
