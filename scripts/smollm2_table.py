@@ -49,7 +49,7 @@ from tim_jax.model import calibration, hf, transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.files import load_tokenizer
-from tim_jax.numerics import EXACT_F32, Numerics
+from tim_jax.numerics import EXACT_F32, Numerics, describe
 from tim_jax.tasks.base import Example
 from tim_jax.tasks.builtin import addition
 from tim_jax.tasks.text import encode_prompt, encode_text
@@ -194,7 +194,7 @@ def sources(
     weights = jax.jit(execution.prepare)(params)
     made = {row["case"]: row for row in read_rows(kept)}
     left = [arm for arm in cases(entries) if arm.name not in made and fits(arm, execution)]
-    about = f"Learner: {auditing.describe(numerics)}; temperature 1; {machine()}."
+    about = f"Learner: {describe(numerics)}; temperature 1; {machine()}."
     for result in ablation.ablate(
         weights, padded(rows), left, execution=execution, samples=samples
     ):

@@ -15,6 +15,7 @@ from tim_jax.model import calibration as keeping
 from tim_jax.numerics import EXACT_F32, NATIVE_F32, Rows
 
 COUNTS = (1, 2, 4, 8, 16, 17, 32, 64)
+IN_USE = {name: getattr(calibration, name) for name in ("_COUNTS", "_ATTENTION_COUNTS")}
 DOTS = {16: {16, 23, 32, 48}, 24: {16}}  # contraction size -> widths, by tiny.CONFIG
 
 
@@ -65,6 +66,48 @@ def test_in_the_ranges_found_a_row_has_the_same_bits_for_every_count(dtype, monk
         for count in (1, 3, 5, 31, 33, 64):
             part = np.asarray(dot(x[-count:], weight))
             assert (part.view(np.int32) == whole[-count:].view(np.int32)).all(), (size, count)
+
+
+@pytest.mark.slow
+def test_between_the_counts_that_are_tried_a_row_has_the_same_bits(monkeypatch):
+    """With AVX2 alone attention of 17, 18, 41 or 42 rows has bits of its own."""
+    for name, counts in IN_USE.items():
+        monkeypatch.setattr(calibration, name, counts)
+    found = calibration.calibrate(tiny.CONFIG, EXACT_F32, batch=4, longest=64)
+    rng = np.random.default_rng(7)  # other data than the measurement's
+    low, high = found.attention_rows.low, found.attention_rows.high
+    assert low < high
+    query, key, value = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((2, 1, high, 8), (2, 1, 8, 64), (2, 1, 64, 8))
+    )
+    attend = jax.jit(partial(tiles._attend, numerics=found))
+    last = np.full((2, high), 63, np.int32)
+    whole = np.asarray(attend(query, key, value, last))
+    for count in range(low, high):
+        part = np.asarray(attend(query[:, :, :count], key, value, last[:, :count]))
+        assert part.tobytes() == whole[:, :, :count].tobytes(), count
+    for size, rows in found.rows_by_contraction:
+        most = min(rows.high or 100, 100)
+        x = rng.standard_normal((most, size)).astype(np.float32)
+        weight = rng.standard_normal((size, max(DOTS[size]))).astype(np.float32)
+        dot = jax.jit(lambda x, w: tiles.fence(native.dot(*native.pin(x, w))))
+        whole = np.asarray(dot(x, weight))
+        for count in range(rows.low, most):
+            assert np.asarray(dot(x[:count], weight)).tobytes() == whole[:count].tobytes(), count
+
+
+def test_a_hole_between_row_counts_ends_a_range(monkeypatch):
+    """As 17, 18, 41 and 42 rows are one with AVX2 alone."""
+    monkeypatch.setattr(calibration, "_ATTENTION_COUNTS", IN_USE["_ATTENTION_COUNTS"])
+
+    def attend(query, key, value, last):
+        rows = query.shape[2]
+        return jnp.full(query.shape, float(rows < 16) + 2.0 * (rows in (17, 18, 41, 42)))
+
+    query = np.zeros((1, 1, 48, 2), np.float32)
+    found = calibration._attention_rows(attend, query, None, None, np.zeros((1, 48), np.int32))
+    assert found == Rows(24, 40)
 
 
 def test_a_decode_batch_gets_the_class_that_it_falls_in(monkeypatch):

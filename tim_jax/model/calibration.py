@@ -16,11 +16,10 @@ ranges chosen for another batch are as exact, if perhaps slower, and a run must 
 its batch or placement changes.
 """
 
-import itertools
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,7 +68,7 @@ def calibrate(config: ModelConfig, numerics: Numerics, *, batch: int, longest: i
     by_contraction = []
     for contraction, widths in sorted(_dots(config, numerics.column_tiles).items()):
         holds = [_same_rows(contraction, width, numerics) for width in widths]
-        ranges = _common_ranges(holds)
+        ranges = _common_ranges(holds, _COUNTS)
         by_contraction.append((contraction, _choose(ranges, batch, numerics.rows)))
     whole_kv, attention_rows = _attention(config, numerics, longest)
     return replace(
@@ -89,35 +88,35 @@ def _dots(config: ModelConfig, column_tiles: int) -> dict[int, set[int]]:
 
 
 def _same_rows(contraction: int, width: int, numerics: Numerics) -> list[bool]:
-    """For each count but the first: whether its rows have the bits they have at the count before.
-
-    Rows are taken from the start and from the end of the matrix, because a row's bits must not
-    depend on its place either.
-    """
+    """`_equal_neighbours` of a product with weights."""
     x = _random(0, (_COUNTS[-1], contraction), numerics)
     weight = _random(1, (contraction, width), numerics)
     dot = jit(lambda x, w: tiles.fence(native.dot(*native.pin(x, w))), numerics)
-    whole = {}
-    for count in _COUNTS:
-        head, tail = dot(x[:count], weight), dot(x[-count:], weight)
-        whole[count] = np.asarray(head).view(np.int32), np.asarray(tail).view(np.int32)
-    pairs = itertools.pairwise(_COUNTS)
+    return _equal_neighbours(lambda rows: _bits(dot(x[rows], weight)), _COUNTS)
+
+
+def _equal_neighbours(bits: Callable[[slice], np.ndarray], counts: Sequence[int]) -> list[bool]:
+    """For each count but the first: whether its rows have the bits they have at the count before.
+
+    Rows are taken from the start and from the end, because a row's bits must not depend on its
+    place either. `bits` computes some rows, which are the first axis of its result.
+    """
+    heads = [bits(slice(count)) for count in counts]
+    tails = [bits(slice(-count, None)) for count in counts]
     return [
-        bool(
-            np.array_equal(whole[small][0], whole[large][0][:small])
-            and np.array_equal(whole[small][1], whole[large][1][-small:])
-        )
-        for small, large in pairs
+        np.array_equal(heads[index], heads[index + 1][:small])
+        and np.array_equal(tails[index], tails[index + 1][-small:])
+        for index, small in enumerate(counts[:-1])
     ]
 
 
-def _common_ranges(holds: list[list[bool]]) -> list[Rows]:
-    """The longest ranges of counts over which every dot keeps its bits."""
+def _common_ranges(holds: list[list[bool]], counts: Sequence[int]) -> list[Rows]:
+    """The longest ranges of counts over which everything keeps its bits."""
     together = [all(column) for column in zip(*holds, strict=True)]
     ranges, start = [], 0
-    for index in range(len(_COUNTS)):
+    for index in range(len(counts)):
         if index == len(together) or not together[index]:
-            ranges.append(Rows(_COUNTS[start], _COUNTS[index]))
+            ranges.append(Rows(counts[start], counts[index]))
             start = index + 1
     return ranges
 
@@ -136,11 +135,11 @@ def _choose(ranges: list[Rows], batch: int, fixed: Rows) -> Rows:
 
 def _attention(config: ModelConfig, numerics: Numerics, longest: int) -> tuple[bool, Rows]:
     """Whether one dot over all keys has the bits of dots over fewer, and for which row counts."""
-    block, rows = numerics.kv_block, _ATTENTION_COUNTS[-1]
+    block, most = numerics.kv_block, _ATTENTION_COUNTS[-1]
     blocks = -(-longest // block) + _MARGIN
     heads, key_dim, value_dim = config.attention
     shape = (2, heads)
-    query = _random(2, (*shape, rows, key_dim), numerics)
+    query = _random(2, (*shape, most, key_dim), numerics)
 
     def keys_values(count: int) -> tuple[np.ndarray, np.ndarray]:
         key = _random(3, (*shape, key_dim, count * block), numerics)
@@ -149,36 +148,36 @@ def _attention(config: ModelConfig, numerics: Numerics, longest: int) -> tuple[b
     if blocks <= _MOST_BLOCKS:
         key, value = keys_values(blocks)
         attend = jit(partial(tiles._attend, numerics=replace(numerics, whole_kv=True)), numerics)
+        rows = _attention_rows(attend, query, key, value, _last(shape[0], most, blocks * block))
 
         def same_with(keys: int) -> bool:
-            last = _last(shape[0], rows, keys)
-            fewer = attend(query, key[..., :keys], value[:, :, :keys], last)
-            return np.array_equal(_bits(fewer), _bits(attend(query, key, value, last)))
+            some, last = query[:, :, : rows.high], _last(shape[0], rows.high or most, keys)
+            fewer = attend(some, key[..., :keys], value[:, :, :keys], last)
+            return np.array_equal(_bits(fewer), _bits(attend(some, key, value, last)))
 
         spans = np.linspace(1, blocks - 1, min(blocks - 1, _SPANS)).round().astype(int)
         if all(same_with(int(span) * block) for span in spans):
-            last = _last(shape[0], rows, blocks * block)
-            return True, Rows(_fewest_rows(attend, query, key, value, last), rows)
+            return True, rows
     # A dot for every block: the number of blocks is that of equal products, so two stand for all.
     attend = jit(partial(tiles._attend, numerics=replace(numerics, whole_kv=False)), numerics)
     key, value = (jnp.asarray(x) for x in keys_values(2))
     key, value = tiles.in_blocks(key, value, block)
-    low = _fewest_rows(attend, query, key, value, _last(shape[0], rows, 2 * block))
-    return False, Rows(low, rows) if low < rows else numerics.attention_rows
+    rows = _attention_rows(attend, query, key, value, _last(shape[0], most, 2 * block))
+    return False, rows if rows.low != rows.high else numerics.attention_rows
 
 
-def _fewest_rows(attend, query, key, value, last) -> int:
-    """From how few rows on a row has the bits that it has among the most, wherever it stands."""
-    most = query.shape[2]
-    reference, low = _bits(attend(query, key, value, last)), most
-    for count in reversed(_ATTENTION_COUNTS[:-1]):
-        head = _bits(attend(query[:, :, :count], key, value, last[:, :count]))
-        tail = _bits(attend(query[:, :, -count:], key, value, last[:, -count:]))
-        same = np.array_equal(head, reference[:, :, :count])
-        if not (same and np.array_equal(tail, reference[:, :, -count:])):
-            break
-        low = count
-    return low
+def _attention_rows(attend, query, key, value, last) -> Rows:
+    """The range that fills up a decode step least, of those in which a tile may be large."""
+
+    def bits(rows: slice) -> np.ndarray:
+        return np.moveaxis(_bits(attend(query[:, :, rows], key, value, last[:, rows])), 2, 0)
+
+    def cost(rows: Rows) -> tuple[bool, int]:
+        high = rows.high or _ATTENTION_COUNTS[-1]
+        return high < _WORTHWHILE, rows.low if high >= _WORTHWHILE else -high
+
+    holds = _equal_neighbours(bits, _ATTENTION_COUNTS)
+    return min(_common_ranges([holds], _ATTENTION_COUNTS), key=cost)
 
 
 def _last(batch: int, rows: int, keys: int) -> np.ndarray:

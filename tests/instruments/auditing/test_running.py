@@ -14,7 +14,7 @@ from tim_jax.instruments import auditing
 from tim_jax.instruments.auditing import Again, Case, Score, Sizes, running
 from tim_jax.instruments.auditing.cases import plain_sampling
 from tim_jax.model.parameters import check_params
-from tim_jax.numerics import EXACT_BF16, NATIVE_F32, TPU_FEW_ROWS, Numerics, Rows
+from tim_jax.numerics import NATIVE_F32, TPU_FEW_ROWS
 from tim_jax.placement import Placement
 from tim_jax.policy import scoring
 from tim_jax.rl import sharded
@@ -85,14 +85,6 @@ def test_presets_have_parameters_with_everything_at_work(name):
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(params))
     again = auditing.random_params(config, 0)
     assert tiny.bits(params) == tiny.bits(again) != tiny.bits(auditing.random_params(config, 1))
-
-
-def test_numerics_are_described_by_what_is_not_default():
-    assert auditing.describe(EXACT_BF16) == "tiles bfloat16"
-    wide = Numerics(rows_by_contraction=((60, Rows(2, None)),), attention_rows=Rows(3, 48))
-    assert auditing.describe(replace(wide, whole_kv=True)) == (
-        "tiles float32 rows_by_contraction=60:2..any attention_rows=3..48 whole_kv=True"
-    )
 
 
 # --- auditing --------------------------------------------------------------------------------

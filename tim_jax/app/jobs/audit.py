@@ -19,7 +19,7 @@ from tim_jax.instruments.auditing import CaseResult, GradientResult, Sizes
 from tim_jax.model import calibration, fitting, hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.weights import Params
-from tim_jax.numerics import FamilyChoice, Numerics
+from tim_jax.numerics import FamilyChoice, Numerics, describe
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def audit_model(
 
 def _audit(it: _Audited, source: str, quick: bool) -> tuple[str, bool]:
     numerics = _numerics(it, fixed=not quick)
-    used = {auditing.describe(one): fitting.kernels_used(it.config, one) for one in numerics}
+    used = {describe(one): fitting.kernels_used(it.config, one) for one in numerics}
     results = []
     cases = auditing.standard_cases(it.config, it.sizes, quick=quick)
     single = auditing.audit(it.params, it.config, numerics=numerics, sizes=it.sizes, cases=cases)

@@ -39,7 +39,6 @@ from tim_jax.instruments.auditing.results import (
     verdict,
 )
 from tim_jax.instruments.auditing.running import audit, draw_prompts
-from tim_jax.numerics import describe
 
 __all__ = [
     "PRESETS",
@@ -56,7 +55,6 @@ __all__ = [
     "audit",
     "check_gradients",
     "compare",
-    "describe",
     "draw_prompts",
     "of_backward",
     "placed_cases",
