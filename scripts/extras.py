@@ -103,7 +103,7 @@ def plan(folder: Path) -> None:
 
 
 def _command(*words: object) -> None:
-    command = [sys.executable, "-m", "tim_jax.app.cli", *map(str, words)]
+    command = [sys.executable, "-m", "tim_jax", *map(str, words)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert found.returncode == 0, found.stderr[-2000:]
 

@@ -61,7 +61,7 @@ def planned(one: Slice, folder: pathlib.Path) -> dict[str, Any]:
     """The plan's JSON; compiled, unless the folder has it."""
     file = folder / f"{one.name.replace(':', '_')}.json"
     if not file.exists():
-        command = [sys.executable, "-m", "tim_jax.app.cli", "plan", CONFIG]
+        command = [sys.executable, "-m", "tim_jax", "plan", CONFIG]
         command += ["--topology", one.name, "--architecture", ARCHITECTURE, "--json", str(file)]
         found = subprocess.run([*command, *one.options], check=False, cwd=ROOT)
         if not file.exists():

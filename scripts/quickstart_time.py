@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _start(folder: pathlib.Path, changes: list[str]) -> subprocess.Popen:
-    command = ["-m", "tim_jax.app.cli", "train", str(CONFIG), f"run.folder={folder}", *changes]
+    command = ["-m", "tim_jax", "train", str(CONFIG), f"run.folder={folder}", *changes]
     return subprocess.Popen(
         [sys.executable, *command],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},

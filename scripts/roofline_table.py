@@ -93,7 +93,7 @@ def planned(case: Case, folder: pathlib.Path) -> dict[str, Any]:
     """The plan's JSON; compiled, unless the folder has it."""
     file = folder / case.file
     if not file.exists():
-        command = [sys.executable, "-m", "tim_jax.app.cli", "plan", CONFIG, "--quick"]
+        command = [sys.executable, "-m", "tim_jax", "plan", CONFIG, "--quick"]
         command += ["--topology", case.device, "--json", str(file), *case.changes]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         found = subprocess.run(command, check=False, cwd=ROOT, env=environment)

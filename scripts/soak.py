@@ -131,7 +131,7 @@ def _start(config: pathlib.Path, run: pathlib.Path, output) -> subprocess.Popen:
     own = pathlib.Path(__file__).parent
     paths = [str(own), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
-        [sys.executable, "-m", "tim_jax.app.cli", "train", str(config), f"run.folder={run}"],
+        [sys.executable, "-m", "tim_jax", "train", str(config), f"run.folder={run}"],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)},
         stdout=output,
         stderr=subprocess.STDOUT,

@@ -3,6 +3,8 @@
 import gc
 import itertools
 import os
+import random
+import time
 from pathlib import Path
 
 # Before JAX is loaded, as the command line does: jaxlib 0.10.1 logs false errors on AMD processors.
@@ -134,6 +136,8 @@ _PLAIN = frozenset(
 def pytest_addoption(parser):
     parser.addoption("--optimised", action="store_true", help="compile all tests as users do")
     parser.addoption("--part", choices=["plain", "rest"], help="those compiled in one way alone")
+    about = "when to stop, in seconds since 1970: tests that have not begun are skipped. Their order "
+    parser.addoption("--until", type=int, help=about + "is drawn, so that others are left out later")
 
 
 def pytest_configure(config):
@@ -152,7 +156,23 @@ def pytest_collection_modifyitems(config, items):
     other = [item for item in items if _of_the_other_part(config, item.path)]  # named by their file
     config.hook.pytest_deselected(items=other)
     items[:] = [item for item in items if not _of_the_other_part(config, item.path)]
-    items.sort(key=lambda item: not _unoptimised(config, item.path))
+    drawn = _order_of_modules(config, items)
+    items.sort(key=lambda item: (not _unoptimised(config, item.path), drawn.get(item.path)))
+
+
+def _order_of_modules(config, items) -> dict[Path, int]:
+    """With --until: each module's place, drawn by that number, which all workers are given."""
+    if config.getoption("--until") is None:
+        return {}
+    paths = sorted({item.path for item in items})
+    random.Random(config.getoption("--until")).shuffle(paths)
+    return {path: place for place, path in enumerate(paths)}
+
+
+def pytest_runtest_setup(item):
+    until = item.config.getoption("--until")
+    if until is not None and time.time() > until:
+        pytest.skip("NOT RUN: the time was up (--until)")
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -194,7 +194,7 @@ def training(folder, run, *, count):
     """`count` processes of one run over four devices, one of it if `count` is 1."""
 
     def arguments(index, address):
-        words = ["-m", "tim_jax.app.cli", "train", "run.toml", f"run.folder={run}", *CHANGES]
+        words = ["-m", "tim_jax", "train", "run.toml", f"run.folder={run}", *CHANGES]
         if count == 1:
             return words
         several = ["--coordinator", address, "--processes", str(count), "--process", str(index)]

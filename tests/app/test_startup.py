@@ -57,6 +57,14 @@ def imported(*arguments):
     return status, found.stderr, set(names)
 
 
+def test_the_package_is_the_command_too():
+    """For environments whose scripts are not on the path."""
+    found = subprocess.run(
+        [sys.executable, "-m", "tim_jax", "--version"], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.startswith("tim-jax ")
+
+
 def packages(modules):
     return {name.partition(".")[0] for name in modules}
 

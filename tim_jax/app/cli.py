@@ -413,7 +413,3 @@ def _write(path: Path | None, text: str) -> None:
         return
     with writing(path):
         path.write_text(text + "\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1003,7 +1003,7 @@ def planned(config, folder: Path, *words: str) -> tuple[dict, str]:
 
     libtpu wants its environment before JAX is there.
     """
-    command = [sys.executable, "-m", "tim_jax.app.cli", "plan", str(config)]
+    command = [sys.executable, "-m", "tim_jax", "plan", str(config)]
     (folder / "config.json").write_text(json.dumps(to_hf(POD)))
     options = ["--quick", "--json", str(folder / "plan.json")]
     options += ["--architecture", str(folder / "config.json")]

@@ -429,7 +429,7 @@ def test_bad_arguments_end_in_one_line(capsys, file):
 
 
 def command(file, *words):
-    return [sys.executable, "-m", "tim_jax.app.cli", "study", str(file), *words]
+    return [sys.executable, "-m", "tim_jax", "study", str(file), *words]
 
 
 # One depth alone: below it a run makes and removes folders while they are looked through.
