@@ -15,6 +15,8 @@ import pytest
 from hypothesis import settings
 
 from tim_jax.app import cli
+from tim_jax.common import waiting
+from tim_jax.instruments import auditing
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -136,8 +138,8 @@ _PLAIN = frozenset(
 def pytest_addoption(parser):
     parser.addoption("--optimised", action="store_true", help="compile all tests as users do")
     parser.addoption("--part", choices=["plain", "rest"], help="those compiled in one way alone")
-    about = "when to stop, in seconds since 1970: tests that have not begun are skipped. Their order "
-    parser.addoption("--until", type=int, help=about + "is drawn, so that others are left out later")
+    about = "a time, in seconds since 1970, after which no test begins; the order is drawn by it"
+    parser.addoption("--until", type=int, help=about)
 
 
 def pytest_configure(config):
@@ -214,6 +216,21 @@ def _mappings() -> int:
             return sum(1 for _ in file)
     except OSError:
         return 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waits_are_said():
+    """How long a busy machine takes is no line of a test's output; who tests them sets it again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waiting, "SECONDS", 1e4)
+        yield
+
+
+@pytest.fixture
+def few_cases(monkeypatch):
+    """An audit of two cases in place of some dozens, for tests of what is around it."""
+    every = auditing.standard_cases
+    monkeypatch.setattr(auditing, "standard_cases", lambda *given, **_: every(*given)[:2])
 
 
 _tests = itertools.count()

@@ -24,8 +24,7 @@ import tim_jax as tim
 from tim_jax.api.training import settle
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, MismatchError
-from tim_jax.instruments import auditing
-from tim_jax.instruments.auditing import random_params, standard_cases
+from tim_jax.instruments.auditing import random_params
 from tim_jax.instruments.diagnosis import verdict
 from tim_jax.mismatch import ENTRIES
 from tim_jax.model import calibration, hf
@@ -750,12 +749,8 @@ def test_two_processes_do_what_one_does(folder, tmp_path):
 # What the README and the scripts show.
 
 
-def one_case(*args, **kwargs):
-    return standard_cases(*args, **kwargs)[:1]
-
-
 @pytest.mark.slow
-def test_the_example_of_a_whole_script_runs(folder, tmp_path, monkeypatch, capsys):
+def test_the_example_of_a_whole_script_runs(folder, tmp_path, few_cases, monkeypatch, capsys):
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page.split("\n## ")[1], re.DOTALL)
     for shown, used in {
@@ -766,13 +761,12 @@ def test_the_example_of_a_whole_script_runs(folder, tmp_path, monkeypatch, capsy
         assert example.count(shown) == 1, shown
         example = example.replace(shown, used)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(auditing, "standard_cases", one_case)  # all of them take long
     names = {}
     exec(compile(example, "python.md", "exec"), names)
     rollout, report = names["rollout"], names["report"]
     assert bits(names["log_probs"]) == bits(rollout.log_probs)
     assert report.passed
-    assert len(report.cases) == 2  # the case and its control
+    assert len(report.cases) == 3  # and the control
     assert (report.compared_tokens > 100, report.unequal_tokens) == (True, 0)
     assert "learner, whole batch" in str(report)
     reward, share = map(float, capsys.readouterr().out.split())

@@ -246,6 +246,7 @@ class Soon:
 
 @pytest.fixture
 def every_wait_is_long(monkeypatch):
+    monkeypatch.setattr(waiting, "SECONDS", 10.0)
     monkeypatch.setattr(waiting, "threading", SimpleNamespace(Timer=Soon))
 
 

@@ -29,7 +29,6 @@ from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.app.run.numerics import fixed_numerics
 from tim_jax.common.errors import InputError
-from tim_jax.instruments import auditing
 from tim_jax.model import calibration, hf
 from tim_jax.policy import sampler
 from tim_jax.rl.drawing import Text
@@ -356,10 +355,8 @@ def test_no_completion_is_too_odd_to_be_printed(finished, folder, call, monkeypa
 
 
 @pytest.mark.slow
-def test_audit_of_a_run(finished, folder, call, monkeypatch):
+def test_audit_of_a_run(finished, folder, call, few_cases, monkeypatch):
     """All that the command does, of a few cases: those of an audit have tests of their own."""
-    few = auditing.standard_cases
-    monkeypatch.setattr(auditing, "standard_cases", lambda *args, **kwargs: few(*args, **kwargs)[:2])
     monkeypatch.setattr(jax, "device_count", lambda: 2)  # as few placements as there can be
     out_file = folder / "audit.json"
     status, out, _ = call("audit", finished, "--quick", "--json", out_file)

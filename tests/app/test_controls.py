@@ -69,10 +69,9 @@ def test_every_step_of_a_control_is_exact(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("run", "head"), [("bfloat16", "float32"), ("float32", "bfloat16")])
-def test_a_head_of_another_dtype_than_the_rest_is_exact(tmp_path, run, head):
+def test_a_head_of_another_dtype_than_the_rest_is_exact(tmp_path):
     """Row ranges are measured for products of the compute dtype, and are not the head's."""
-    check_control(tmp_path, f'numerics.dtype="{run}"', *both("lm_head", {"dtype": head}))
+    check_control(tmp_path, 'numerics.dtype="bfloat16"', *both("lm_head", {"dtype": "float32"}))
 
 
 def check_control(tmp_path, *changes):

@@ -41,7 +41,6 @@ SIZES = {
 }
 MODELS = {
     "qwen3": (transformers.Qwen3Config, {"head_dim": 8, "tie_word_embeddings": True}, TEMPLATE),
-    "llama": (transformers.LlamaConfig, {"hidden_size": 24, "attention_bias": True}, None),
     "mistral": (transformers.MistralConfig, {"hidden_size": 24, "sliding_window": 21}, None),
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
@@ -181,7 +180,7 @@ def torch_logits(folder, tokens):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_checkpoint_of_transformers_learns_gsm8k_and_goes_back(
-    name, tmp_path, capsys, monkeypatch
+    name, tmp_path, capsys, few_cases, monkeypatch
 ):
     pytest.importorskip("math_verify")
     source = make_checkpoint(tmp_path / "source", name)
