@@ -125,15 +125,14 @@ def test_products_see_tokens_and_no_padding(tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [16, 1000])
-def test_one_sequence_at_a_time_and_all_at_once(tokens):
+def test_one_sequence_at_a_time_and_all_at_once():
     expected = stepped(execution(), None)
-    same_but_for_sums(stepped(execution(), tokens, micro=None), expected)
-    same_but_for_sums(stepped(execution(), tokens, micro=2), expected)
+    same_but_for_sums(stepped(execution(), 16, micro=2), expected)
+    same_but_for_sums(stepped(execution(), 1000, micro=None), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["gspo", "dapo", "dr_grpo", "cispo"])
+@pytest.mark.parametrize("preset", ["gspo", "dr_grpo"])
 def test_losses_of_sequences_and_of_tokens(preset):
     objective = objectives.PRESETS[preset](max_length=10)
     found, expected = (

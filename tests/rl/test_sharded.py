@@ -132,7 +132,7 @@ def test_tokens_and_log_probs_are_those_of_one_device(where):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
-    [Placement(data=2, tensor=2), Placement(fsdp=2, decode="sharded"), Placement(fsdp=8)],
+    [Placement(data=2, tensor=2), Placement(fsdp=2, decode="sharded")],
     ids=str,
 )
 def test_slots_of_every_device_change_no_bit(where):
@@ -150,8 +150,6 @@ BF16 = replace(TILED, compute_dtype="bfloat16")
 @pytest.mark.parametrize(
     "where",
     [
-        Placement(fsdp=2),
-        Placement(data=2, tensor=2),
         Placement(data=2, fsdp=2, tensor=2),
         Placement(fsdp=2, tensor=2, decode="sharded"),
     ],
@@ -441,7 +439,6 @@ def test_a_sampler_on_another_mesh_is_exact():
     ("count", "where"),
     [
         pytest.param(6, Placement(fsdp=4), marks=pytest.mark.slow),
-        pytest.param(2, Placement(fsdp=4), marks=pytest.mark.slow),
         pytest.param(1, Placement(fsdp=2), marks=pytest.mark.slow),
     ],
 )
