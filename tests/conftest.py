@@ -228,9 +228,10 @@ def _no_waits_are_said():
 
 @pytest.fixture
 def few_cases(monkeypatch):
-    """An audit of two cases in place of some dozens, for tests of what is around it."""
-    every = auditing.standard_cases
-    monkeypatch.setattr(auditing, "standard_cases", lambda *given, **_: every(*given)[:2])
+    """An audit of two cases and one placement, not of dozens: for tests of what is around it."""
+    cases, placements = auditing.standard_cases, auditing.placements
+    monkeypatch.setattr(auditing, "standard_cases", lambda *given, **_: cases(*given)[:2])
+    monkeypatch.setattr(auditing, "placements", lambda *given: placements(*given)[:1])
 
 
 _tests = itertools.count()

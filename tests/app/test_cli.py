@@ -355,9 +355,8 @@ def test_no_completion_is_too_odd_to_be_printed(finished, folder, call, monkeypa
 
 
 @pytest.mark.slow
-def test_audit_of_a_run(finished, folder, call, few_cases, monkeypatch):
+def test_audit_of_a_run(finished, folder, call, few_cases):
     """All that the command does, of a few cases: those of an audit have tests of their own."""
-    monkeypatch.setattr(jax, "device_count", lambda: 2)  # as few placements as there can be
     out_file = folder / "audit.json"
     status, out, _ = call("audit", finished, "--quick", "--json", out_file)
     report = json.loads(out_file.read_text())
