@@ -366,7 +366,7 @@ CORRECTIONS = {
 
 
 def token_weights(b: Batch, kept, aggregation: str, denominator: str):
-    """[B, R] of an update's rows, from the definitions of `aggregation.token_weights`."""
+    """[B, R] of an update's rows, from the definitions of `objectives.objective.token_weights`."""
     kept = kept & b.mask
     counted = b.mask if denominator == "response" else kept
     alive = (kept if denominator == "survivors" else b.mask).any(axis=1)

@@ -302,6 +302,8 @@ def test_weights_go_out_by_their_names(model, tmp_path):
         ({"last": {"kept_tokens": [[1]]}}, "row 8: supports must be of the"),
         ({"hidden": True}, "row 8: mask is 0 at all tokens; leave its group out"),
         ({"sampler": {"max_staleness": 1}}, "training has settings of a sampler"),
+        ({"objective": tim.objectives.dr_grpo()}, "which rows do not say; give it max_length"),
+        ({"objective": tim.objectives.dapo(overlong_cache=9)}, "give it max_length"),
         ({"first": "model"}, "learn: model must be what tim_jax.load returns"),
     ],
 )
@@ -317,5 +319,6 @@ def test_what_cannot_be_learnt_from(model, rows, change, message):
             rows,
             change.get("rewards", REWARDS),
             samples=change.get("samples"),
+            objective=change.get("objective"),
             training=training,
         )

@@ -325,10 +325,6 @@ def test_whole_sequence_weights_give_the_true_policy_gradient(mode, loss):
     np.testing.assert_allclose(gradient, expected, rtol=0.0, atol=1e-6 * np.abs(expected).max())
 
 
-def mode_of(effects, reads):
-    return "every update" if reads == "current" else "once a step"
-
-
 def effects_of(name: str) -> corrections.Correction:
     required = {
         "trust_region_masking": {"bound": 0.05},

@@ -20,7 +20,6 @@ from tim_jax.rl import sharded
 from tim_jax.rl.programs import sampling_program
 
 NAMES = list(dials.ENTRIES)
-REPORTS = ("raw_log_probs", "ignored_truncation", "dropped_end", "pad_mask", "log_prob_noise")
 CHANGES_WEIGHTS = ("compute", "quantised_weights")
 
 

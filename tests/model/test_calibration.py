@@ -280,6 +280,15 @@ def test_another_machine_measures_for_itself(tmp_path, measuring, monkeypatch):
     assert len(measuring) == 2
 
 
+def test_what_was_measured_at_fewer_row_counts_is_measured_again(tmp_path, measuring, monkeypatch):
+    """Such as before those were tried that differ with AVX2 alone."""
+    file = tmp_path / "calibration.json"
+    kept(file)
+    monkeypatch.setattr(calibration, "_ATTENTION_COUNTS", (*calibration._ATTENTION_COUNTS, 49))
+    kept(file)
+    assert len(measuring) == 2
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"of": 1}', "half", "low"])
 def test_a_damaged_file_is_measured_anew(tmp_path, measuring, text):
     file = tmp_path / "calibration.json"

@@ -55,8 +55,9 @@ def audit(model: Model, *, quick: bool = False) -> Audit:
 
     Args:
       model: whose numerics and placement are proved, on the devices at hand.
-      quick: fewer cases. On two cores these take about two minutes for a small model, and all of
-        them about six: nearly all of it is compilation. Who waits is told which case it is.
+      quick: fewer cases. On two cores these take some minutes for a small model, and all of them
+        a quarter of an hour: nearly all of it is compilation. Who waits is told which case it is.
+        Over several devices there are two cases, quick or not.
 
     Raises:
       InputError: the model has too few positions.

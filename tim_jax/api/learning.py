@@ -76,7 +76,8 @@ def learn(
       seed: of the first values of adapters; 0 if None.
 
     Raises:
-      InputError: rows or rewards that cannot be learnt from, or settings that do not go together.
+      InputError: rows or rewards that cannot be learnt from, settings that do not go together, or
+        an objective that counts from a `max_length` that it lacks.
       NonFiniteError: after five updates in a row that were not finite.
     """
     began = time.perf_counter()
@@ -153,6 +154,7 @@ def _first(
     """What the first step begins with: its programs and a fresh state."""
     asked = responses[0].declared
     _check_sampler(run)
+    _check_length(given.get("objective") or run.learning.objective)
     drawn = {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
     model, run = settle("learn", model, run.varied(**drawn), given)
     _check_objective(run, responses)
@@ -167,6 +169,14 @@ def _check_sampler(run: Training) -> None:
         raise InputError(
             "learn: training has settings of a sampler, but the rows are drawn elsewhere; leave"
             " sampler, max_staleness, own_devices and refills as they are"
+        )
+
+
+def _check_length(objective: Any) -> None:
+    if isinstance(objective, Objective) and objective.lacks_length:
+        raise InputError(
+            "learn: the objective counts from the longest length that a response may have, which"
+            " rows do not say; give it max_length, such as tim.objectives.dr_grpo(max_length=1024)"
         )
 
 

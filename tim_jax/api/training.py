@@ -79,9 +79,10 @@ def grpo(
         positions (with `respond`, a 32nd) if that is less.
       max_turns: of an episode, after which it ends as it is; 8 if None. All its turns and replies
         have at most twice `max_turns` times `max_tokens` tokens, or as many as the model has room
-        for; or if `training` has turns, its own `max_tokens`. An episode ends before a reply that
-        does not fit. What is done about a chat template that rewrites earlier turns is in the
-        training's turns: `tim_jax.Turns(8, 64, history="cut")`.
+        for. If `training` has turns, they have its `max_tokens`, which is 256 unless
+        `model.training(max_tokens=...)` says more. An episode ends before a reply that does not
+        fit. What is done about a chat template that rewrites earlier turns is in the training's
+        turns: `tim_jax.Turns(8, 64, history="cut")`.
       optimizer: of optax; AdamW with a learning rate of 1e-6 if None. A model in float16 scales the
         loss, so that small gradients are not lost: as `optimizers.dynamic_loss_scale(optimizer)`
         does, unless it is one already.

@@ -124,7 +124,7 @@ def correct(
       extra: `log_probs`, `advantages`, and whatever else the chain reads.
 
     The loss of a token is to be multiplied by its coefficient. `kept` is for its denominator, if
-    rejected tokens are to leave that too (`aggregation.token_weights`).
+    rejected tokens are to leave that too (`objectives.objective.token_weights`).
 
     Raises:
       InputError: an array that is missing, or whose shape does not fit.

@@ -10,8 +10,8 @@ Whether attention may take all keys in one dot depends on how many there are: fr
 XLA adds them up in another order. So it is measured up to the longest sequence that there will be.
 
 The measurement is kept in a file, so that a run that resumes need not measure again. It is only
-taken from there if machine, versions of JAX, model and numerics are the same, and if it was made
-for sequences that are no shorter. The batch may differ:
+taken from there if machine, versions of JAX, model, numerics and the row counts that were tried are
+the same, and if it was made for sequences that are no shorter. The batch may differ:
 ranges chosen for another batch are as exact, if perhaps slower, and a run must keep its bits when
 its batch or placement changes.
 """
@@ -41,9 +41,9 @@ from tim_jax.placement import processes
 
 # One and two rows beyond a multiple of 8 have kernels of their own on some processors: with AVX2
 # alone 17, 18, 41 and 42 rows of attention have other bits than 16 and 48.
-_PANELS = (16, 17, 18, 24, 25, 26, 32, 33, 34, 40, 41, 42, 48)
-_COUNTS = (1, 2, 3, 4, 6, 8, 12, *_PANELS, 49, 50, 56, 64, 96, 128, 256, 512, 1024, 2048)
-_ATTENTION_COUNTS = (1, 2, 3, 4, 6, 8, 12, *_PANELS)
+_PANELS = (8, 9, 10, 16, 17, 18, 24, 25, 26, 32, 33, 34, 40, 41, 42, 48)
+_COUNTS = (1, 2, 3, 4, 6, *_PANELS, 49, 50, 56, 64, 96, 128, 256, 512, 1024, 2048)
+_ATTENTION_COUNTS = (1, 2, 3, 4, 6, *_PANELS)
 _WORTHWHILE = 32  # a learner tile of fewer rows is slow
 _SPANS = 12  # numbers of keys that are compared with all keys
 _MARGIN = 2  # blocks of keys that caches may have beyond the longest sequence
@@ -150,13 +150,14 @@ def _attention(config: ModelConfig, numerics: Numerics, longest: int) -> tuple[b
         attend = jit(partial(tiles._attend, numerics=replace(numerics, whole_kv=True)), numerics)
         rows = _attention_rows(attend, query, key, value, _last(shape[0], most, blocks * block))
 
-        def same_with(keys: int) -> bool:
-            some, last = query[:, :, : rows.high], _last(shape[0], rows.high or most, keys)
+        def same_with(keys: int, count: int) -> bool:
+            some, last = query[:, :, :count], _last(shape[0], count, keys)
             fewer = attend(some, key[..., :keys], value[:, :, :keys], last)
             return np.array_equal(_bits(fewer), _bits(attend(some, key, value, last)))
 
         spans = np.linspace(1, blocks - 1, min(blocks - 1, _SPANS)).round().astype(int)
-        if all(same_with(int(span) * block) for span in spans):
+        counts = {rows.low, rows.high or most}  # a decode step has few rows, the learner many
+        if all(same_with(int(span) * block, count) for span in spans for count in counts):
             return True, rows
     # A dot for every block: the number of blocks is that of equal products, so two stand for all.
     attend = jit(partial(tiles._attend, numerics=replace(numerics, whole_kv=False)), numerics)
@@ -176,8 +177,9 @@ def _attention_rows(attend, query, key, value, last) -> Rows:
         high = rows.high or _ATTENTION_COUNTS[-1]
         return high < _WORTHWHILE, rows.low if high >= _WORTHWHILE else -high
 
-    holds = _equal_neighbours(bits, _ATTENTION_COUNTS)
-    return min(_common_ranges([holds], _ATTENTION_COUNTS), key=cost)
+    ranges = _common_ranges([_equal_neighbours(bits, _ATTENTION_COUNTS)], _ATTENTION_COUNTS)
+    wide = [rows for rows in ranges if rows.high != rows.low]
+    return min(wide or ranges, key=cost)
 
 
 def _last(batch: int, rows: int, keys: int) -> np.ndarray:
@@ -227,6 +229,7 @@ def _of(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
         "machine": _machine(),
         "model": inputs.all_fields(config),
         "numerics": inputs.all_fields(numerics),
+        "counts": [list(_COUNTS), list(_ATTENTION_COUNTS)],
     }
 
 

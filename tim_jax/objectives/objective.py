@@ -158,7 +158,8 @@ class Objective:
     aggregation: Aggregation = "token_mean"
     max_length: int | None = None
     """The length that 'constant_length' divides by, and `overlong_cache` counts from. None: the
-    run's longest response, which `grpo`, `learn` and configurations fill in by `with_length`."""
+    run's longest response, which `grpo` and configurations fill in by `with_length`; `learn`, whose
+    rows do not say how long a response may be, wants it."""
     denominator: Denominator = "response"
     """What rejections do to the weights; see `token_weights`."""
     reject_before_advantages: bool = False
