@@ -20,6 +20,7 @@ ROOMS = (
     ("api", "app.arguments"),
     ("app.jobs",),
     ("app.cli",),
+    ("__main__",),
 )
 WINGS = ("common", "instruments", "app")
 ROW = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}

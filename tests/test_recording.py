@@ -113,7 +113,7 @@ def stand_ins():
     return {
         "for output in llm": {
             "llm": SimpleNamespace(generate=lambda *given: [request]),
-            "params": SimpleNamespace(temperature=1.0),
+            "params": SimpleNamespace(temperature=1.0, top_k=0, top_p=1.0),
             "prompts": ["ab"],
         },
         "answers = engine": {

@@ -1,5 +1,6 @@
 """Learner steps from rows of another engine."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -259,7 +260,7 @@ def test_adapters_and_a_reference_learn_from_rows_too(model, rows):
 def test_the_loop_of_the_page_runs(model, rows, tmp_path, monkeypatch):
     """docs/learn.md, with an engine that stands in for a real one."""
     text = (Path(__file__).parents[2] / "docs" / "learn.md").read_text()
-    code = text.partition("tests/api/test_learning.py -->\n```python\n")[2].partition("```")[0]
+    _, code, verl = (part.partition("```\n")[0] for part in text.split(RUN_HERE))
     monkeypatch.setattr(tim, "load", lambda *_, **__: model, raising=False)
     monkeypatch.chdir(tmp_path)
     loaded = []
@@ -269,6 +270,33 @@ def test_the_loop_of_the_page_runs(model, rows, tmp_path, monkeypatch):
     assert given["step"].number == 2
     assert len(loaded) == 2
     assert (tmp_path / "trained" / "config.json").is_file()
+    Path("rollouts.jsonl").write_text(f"{json.dumps(verl_batch(off(rows)))}\n" * 2)
+    Path("rewards.jsonl").write_text(f"{json.dumps(list(map(float, REWARDS)))}\n" * 2)
+    exec(verl, given)
+    assert given["step"].number == 4
+    assert given["step"].metrics["tokens"] == sum(len(row["logprobs"]) for row in rows)
+
+
+RUN_HERE = "<!-- example: run by tests/api/test_learning.py -->\n```python\n"
+
+
+def verl_batch(rows):
+    """As docs/diagnose.md writes a batch of verl's trainer: prompts filled up on their left."""
+    longest = [
+        max(len(row[key]) for row in rows) for key in ("prompt_token_ids", "response_token_ids")
+    ]
+    batch = {"prompts": [], "responses": [], "response_mask": [], "rollout_log_probs": []}
+    batch["attention_mask"] = []
+    for row in rows:
+        prompt, response = row["prompt_token_ids"], row["response_token_ids"]
+        before, after = (size - len(x) for size, x in zip(longest, (prompt, response), strict=True))
+        batch["prompts"].append([0] * before + prompt)
+        batch["responses"].append(response + [0] * after)
+        batch["response_mask"].append([1] * len(response) + [0] * after)
+        batch["rollout_log_probs"].append(row["logprobs"] + [0.0] * after)
+        here = [1] * (len(prompt) + len(response))
+        batch["attention_mask"].append([0] * before + here + [0] * after)
+    return batch | {"temperature": 1.0}
 
 
 def test_weights_go_out_by_their_names(model, tmp_path):

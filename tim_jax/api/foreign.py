@@ -1,5 +1,6 @@
 """Rows that another engine drew and recorded: read, scored, and as a step learns from them."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from tim_jax.instruments.diagnosis.rollouts import Collected, Ended, Limits, Res
 from tim_jax.model.execution import Sampling
 from tim_jax.rl.drawing import Sample
 from tim_jax.rl.training import Training
+
+_LOG = logging.getLogger("tim_jax")
 
 
 def read(who: str, model: Model, rows: Any, *, form: str, **how: Any) -> Collected:
@@ -53,8 +56,18 @@ def forward_of(who: str, model: Model) -> Forward:
 
 
 def scored(model: Model, rows: Any, form: str) -> np.ndarray:
-    """Log-probs f32[B, R] of rows by the exact forward, 0 off their masks."""
-    responses = read("score", model, rows, form=form).responses
+    """Log-probs f32[B, R] of rows by the exact forward, 0 off their masks.
+
+    A warning says how many rows do not say their temperature.
+    """
+    collected = read("score", model, rows, form=form)
+    responses, silent = collected.responses, collected.silent.get("temperature", 0)
+    if silent:
+        _LOG.warning(
+            "tim_jax: score: %d of %d rows do not say their temperature; they are scored at 1",
+            silent,
+            len(responses),
+        )
     found = evidence.log_probs(forward_of("score", model), responses)
     size = max(len(response) for response in responses)
     scored = np.zeros((len(responses), size), np.float32)
