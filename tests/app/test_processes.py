@@ -296,15 +296,7 @@ def test_sigterm_to_one_of_two_is_heeded_by_both_after_a_whole_checkpoint(work):
 def test_processes_that_differ_are_refused(work):
     running = started(
         lambda index, address: [
-            *(
-                "-m",
-                "tim_jax.app.cli",
-                "train",
-                "run.toml",
-                "run.folder=differ",
-                *CHANGES,
-                f"seed={index}",
-            ),
+            *("-m", "tim_jax", "train", "run.toml", "run.folder=differ", *CHANGES, f"seed={index}"),
             *("--coordinator", address, "--processes", "2", "--process", str(index)),
         ],
         count=2,
