@@ -40,7 +40,7 @@ def test_growth_is_named(soak, last, words):
 
 @pytest.mark.slow
 def test_a_run_of_some_hundred_steps_grows_nowhere(soak, tmp_path):
-    found, wrong = soak.soak(tmp_path, 200, parts=4)
-    assert [row.last for row in found] == [50, 100, 150, 200]
+    found, wrong = soak.soak(tmp_path, 400, parts=4)
+    assert [row.last for row in found] == [100, 200, 300, 400]
     # The time of a step is not judged: so few steps say too little on a machine that does more.
     assert [line for line in wrong if "takes longer" not in line] == []
