@@ -63,7 +63,7 @@ def check(results):
 QUICK = (("qwen3-awkward", "bfloat16"),)
 # The last has even sizes, for the Pallas families; these tests want odd ones.
 NAMES = tuple(name for name in PRESETS if name != "qwen3-blocks")
-IN_FLOAT16 = ("qwen3-awkward", "mla-awkward")  # whose conversions are those of every other
+IN_FLOAT16 = ("qwen3-awkward", "mla-awkward")  # one of each kind of attention
 
 
 @pytest.mark.parametrize(

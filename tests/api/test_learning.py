@@ -299,6 +299,15 @@ def verl_batch(rows):
     return batch | {"temperature": 1.0}
 
 
+def test_rows_without_a_temperature_are_scored_at_1_with_a_warning(model, rows, caplog):
+    expected = tim.score(model, rows)
+    assert not caplog.messages
+    silent = [{k: v for k, v in row.items() if k != "temperature"} for row in rows[:3]]
+    assert tim.score(model, [*silent, *rows[3:]]).tobytes() == expected.tobytes()
+    (line,) = caplog.messages
+    assert line.startswith("tim_jax: score: 3 of 8 rows do not say their temperature")
+
+
 def test_weights_go_out_by_their_names(model, tmp_path):
     folder = tim.save(model, tmp_path / "saved", dtype="bfloat16")
     again = hf.load_params(folder, model.config)

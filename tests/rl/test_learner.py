@@ -475,7 +475,7 @@ IN_THE_LOSS = {
 
 
 def _cases():
-    """In turn in the two dtypes."""
+    """Every case once, one after the other in bfloat16 and in float32."""
     for case, numerics in zip(IN_THE_LOSS, itertools.cycle([tiny.BF16, tiny.NUMERICS])):
         marks = () if case == "row by row" else (pytest.mark.slow,)
         yield pytest.param(case, numerics, marks=marks, id=f"{case}-{numerics.compute_dtype}")

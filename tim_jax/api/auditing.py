@@ -55,8 +55,8 @@ def audit(model: Model, *, quick: bool = False) -> Audit:
 
     Args:
       model: whose numerics and placement are proved, on the devices at hand.
-      quick: fewer cases. On two cores these take some minutes for a small model, and all of them
-        a quarter of an hour: nearly all of it is compilation. Who waits is told which case it is.
+      quick: fewer cases. Either way it takes minutes on two cores, nearly all of them compilation.
+        Who waits is told which case it is.
         Over several devices there are two cases, quick or not.
 
     Raises:
