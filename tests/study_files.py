@@ -33,7 +33,7 @@ def stated(file, text=None):
 def write_run(one, values, *, metric="eval/reward", steps=2, finished=True):
     """A run as it stands in its folder, with these values of its metric."""
     arm = next(arm for arm in one_study(one).arms if arm.name == one.arm)
-    one.folder.mkdir(parents=True)
+    one.folder.mkdir(parents=True, exist_ok=True)
     (one.folder / "config.toml").write_text(toml.dump(arm.config(one.seed, one.folder)))
     lines = [{"step": step, metric: value} for step, value in enumerate(values)]
     (one.folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))

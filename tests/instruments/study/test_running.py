@@ -240,6 +240,7 @@ def test_who_waits_for_a_study_sees_where_its_runs_are(file, monkeypatch):
     def start(command, *, stdout, **_):
         stdout.write(b"step 1/3  reward 0.500\n")
         stdout.flush()
+        write_run(one.runs[0], [0.5, 0.5, 0.5])
         return SimpleNamespace(poll=lambda: next(polls), returncode=0)
 
     monkeypatch.setattr(subprocess, "Popen", start)
@@ -249,6 +250,23 @@ def test_who_waits_for_a_study_sees_where_its_runs_are(file, monkeypatch):
     name = f"{one.runs[0].arm}, seed {one.runs[0].seed}"
     assert said[1:3] == [f"{name}: begins, 12 of 12", f"{name}: step 1/3  reward 0.500"]
     assert said[-1] == f"{name}: done"
+
+
+def test_a_run_that_ends_without_its_last_step_is_no_success(file, monkeypatch):
+    """A status of 0 alone is not believed."""
+    one = stated(file)
+    nothing = [sys.executable, "-c", "print('nothing was done')"]
+    monkeypatch.setattr(running, "_command", lambda path: nothing)
+    with pytest.raises(InputError, match=r"status 0: nothing was done .*and 11 more"):
+        running.run(one, jobs=2, say=lambda line: None)
+
+
+def test_a_run_is_started_by_the_command_line(tmp_path):
+    """It reaches `train`, which says what is wrong with this file."""
+    command = running._command(tmp_path / "nowhere.toml")
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"tim-jax: config {tmp_path / 'nowhere.toml'}: no such file")
 
 
 def test_all_arms_begin_on_the_day_of_their_study(file, monkeypatch):

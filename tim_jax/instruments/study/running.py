@@ -202,14 +202,19 @@ def _start(one: Planned, arm: Arm, study: Path) -> tuple[subprocess.Popen, IO]:
         file = open(log, "ab")  # noqa: SIM115
     except OSError as error:
         raise InputError(f"cannot write {error.filename}: {error.strerror}") from error
-    command = [sys.executable, "-m", "tim_jax.app.cli", "train", str(path)]
-    return subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL), file
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(_command(path), stdout=file, stderr=file, stdin=quiet), file
+
+
+def _command(path: Path) -> list[str]:
+    """What trains by a config's file."""
+    return [sys.executable, "-m", "tim_jax", "train", str(path)]
 
 
 def _ended(one: Planned, status: int) -> str:
     """ "" if the run is done, else what to say of it."""
     log = one.folder.with_suffix(".log")
-    if status == 0:
+    if status == 0 and one.done:
         return ""
     last = _last_line(one)
     if status == errors.NOT_FINITE.status:
