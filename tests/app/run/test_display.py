@@ -168,6 +168,19 @@ def test_the_live_panel_shows_the_same_facts():
     assert out.getvalue().endswith("\x1b[?25h")  # the cursor is back
 
 
+def test_completions_before_training_stay_beside_the_newest():
+    out, console = terminal()
+    with Display(console, total=9) as display:
+        for step in range(3):
+            display.completions([Completion("2+2=", f"{step}", 1.0)], title=f"after step {step}")
+        out.truncate(0)
+        display.update(3, METRICS)
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert "2+2= → 0" in last
+    assert "2+2= → 2" in last
+    assert "2+2= → 1" not in last
+
+
 def test_the_cursor_comes_back_after_an_error():
     out, console = terminal()
     with pytest.raises(KeyError), Display(console, total=3):

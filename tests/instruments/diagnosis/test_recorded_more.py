@@ -328,3 +328,5 @@ def test_another_end_token_is_named():
     seen = diagnosed(rows)
     assert seen.best.explanation.name == "other_end_token"
     assert "ends responses at token 9" in records.sentence(seen)
+    asked_for = [row | {"stop_token_ids": [9]} for row in rows]
+    assert diagnosed(asked_for).state == "exact"

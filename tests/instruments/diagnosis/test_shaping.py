@@ -21,6 +21,7 @@ OPTIONS = {
     "bias": {"logit_bias": {"4": 3.0, "7": -5.0}},
     "min-p": {"min_p": 0.03},
     "min-tokens": {"min_tokens": 4},
+    "min-tokens and end tokens of the request": {"min_tokens": 4, "stop_token_ids": [9, 11]},
     "warm": {"temperature": 0.7, "repetition_penalty": 1.3, "min_p": 0.01, "top_k": 9},
 }
 
@@ -55,7 +56,7 @@ def reference(z, row, place, options):
         z[token] -= options.get("presence_penalty", 0.0)
     keep = np.ones(len(z), bool)
     if place < options.get("min_tokens", 0):
-        keep[list(STOPS)] = False
+        keep[[*STOPS, *options.get("stop_token_ids", ())]] = False
     keep[own] = True
     temperature = options.get("temperature", 1.0)
     z = np.where(keep, z / temperature, -np.inf)

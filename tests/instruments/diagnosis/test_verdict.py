@@ -188,6 +188,26 @@ def test_a_temperature_is_fitted_on_the_tokens_that_the_model_drew():
     assert verdict.material(found)
 
 
+@pytest.mark.parametrize("count", [300, 3000])
+def test_a_temperature_of_draws_and_log_probs_is_told_from_one_of_log_probs_alone(count):
+    """Log-probs agree to rounding, so the temperature has to be fitted as closely."""
+    rng = np.random.default_rng(count)
+    logits = (2 * rng.standard_normal((count, 64))).astype(np.float32)
+    ids = np.argmax(logits / 0.8 + rng.gumbel(size=logits.shape), axis=1).astype(np.int32)
+    recorded = jax.nn.log_softmax(jnp.asarray(logits) / 0.8)[np.arange(count), ids]
+    lasts = np.arange(10, count + 1, 10) - 1
+    pairs = zip(*(np.split(np.asarray(x), lasts[:-1] + 1) for x in (ids, recorded)), strict=True)
+    seen = evidence_of(logits, ids)._replace(end_stop=np.zeros(len(lasts)))
+    seen = seen._replace(exact=np.asarray(jax.nn.log_softmax(logits)[np.arange(count), ids]))
+    responses = tuple(Response("row", (1,), tuple(own), x, Distribution()) for own, x in pairs)
+    tokens = explanations.Tokens(responses, seen, (1, 2), 64, 64)
+    tried, base = explanations._temperatures(tokens, tokens), explanations.null(tokens)
+    found = {one.name: verdict.judge(one, tokens, base) for one in tried}
+    both, one = found["temperature"], found["recorded_temperature"]
+    assert both.explanation.parameters["temperature"] == pytest.approx(0.8, rel=1e-5)
+    assert both.gain > one.gain + verdict.DECISIVE
+
+
 def test_what_a_loss_mask_hides_decides_nothing():
     one, two = (all_judged(masked(seed)) for seed in (1, 2))
     assert one.keys() == two.keys()

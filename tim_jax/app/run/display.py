@@ -74,7 +74,7 @@ class Display:
         self._history: dict[str, deque[float]] = {}
         self._values: dict[str, float] = {}
         self._compared = self._unequal = 0
-        self._completions: tuple[str, tuple[Completion, ...]] = ("", ())
+        self._completions: list[tuple[str, tuple[Completion, ...]]] = []  # the first, the newest
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(console=console, auto_refresh=False, transient=False)
@@ -103,13 +103,17 @@ class Display:
             self._print(step_line(self._fields(), step=step, total=self._total))
 
     def completions(self, rows: Iterable[Completion], *, title: str = "completions") -> None:
-        """Shows a few completions: below the panel in a terminal, as lines elsewhere."""
-        self._completions = (title, tuple(rows))
+        """Shows a few completions, as lines, or in a terminal below the panel.
+
+        There the first ones stay, so that those before training stand above the newest.
+        """
+        newest = (title, tuple(rows))
+        self._completions = [*self._completions[:1], newest]
         if self._live:
             self._draw(self._live)
         else:
             self._print(f"{title}:")
-            for row in self._completions[1]:
+            for row in newest[1]:
                 self._print("  " + completion_line(row, width=160))
 
     def note(self, text: str) -> None:
@@ -138,8 +142,7 @@ class Display:
 
     def _draw(self, live: Live) -> None:
         parts = [Panel(self._panel(), title=Text(self._title), border_style="cyan")]
-        title, rows = self._completions
-        if rows:
+        for title, rows in self._completions:
             lines = [_completion_text(row, width=self._console.width - 6) for row in rows]
             parts.append(Panel(Group(*lines), title=Text(title), border_style="dim"))
         live.update(Group(*parts), refresh=True)

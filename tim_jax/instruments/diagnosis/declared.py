@@ -37,6 +37,7 @@ class Shaping:
         min_tokens: end tokens are left out until there are this many.
         bias: (token, what is added to its logit), in the tokens' order.
         allowed: the tokens that are not left out; empty for all.
+        stops: the request's own end tokens, which `min_tokens` leaves out like the model's.
     """
 
     repetition: float = 1.0
@@ -46,6 +47,7 @@ class Shaping:
     min_tokens: int = 0
     bias: tuple[tuple[int, float], ...] = ()
     allowed: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         penalties = ("repetition", "presence", "frequency")
@@ -256,7 +258,8 @@ def _shaping(values: Mapping[str, Any], where: str, vocabulary: int) -> Shaping:
         **numbers,
         min_tokens=minimum,
         bias=_bias(values.get("logit_bias"), where, vocabulary),
-        allowed=_allowed(values.get("allowed_token_ids"), where, vocabulary),
+        allowed=token_ids(values, "allowed_token_ids", where, vocabulary),
+        stops=token_ids(values, "stop_token_ids", where, vocabulary) if minimum else (),
     )
 
 
@@ -277,16 +280,26 @@ def _bias(given: Any, where: str, vocabulary: int) -> tuple[tuple[int, float], .
     return tuple((token, value) for token, value in biases if value)
 
 
-def _allowed(given: Any, where: str, vocabulary: int) -> tuple[int, ...]:
+def token_ids(values: Mapping[str, Any], name: str, where: str, vocabulary: int) -> tuple[int, ...]:
+    """A list of token ids among a row's options, sorted; empty if it is not there.
+
+    Raises:
+      InputError: it is no list of ids of the model's tokens.
+    """
+    given = values.get(name)
     if given is None or (isinstance(given, Sequence) and not given):
         return ()
     listed = isinstance(given, list | tuple)
-    if not listed or not all(isinstance(x, int) and 0 <= x < vocabulary for x in given):
+    if not listed or not all(_is_token(x, vocabulary) for x in given):
         raise InputError(
-            f"{where}: allowed_token_ids must be ids of the model's {vocabulary} tokens, got"
-            f" {shown(given)}"
+            f"{where}: {name} must be ids of the model's {vocabulary} tokens, got {shown(given)}"
         )
     return tuple(sorted({int(x) for x in given}))
+
+
+def _is_token(value: Any, vocabulary: int) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return whole and 0 <= value < vocabulary
 
 
 def check_drawn(tokens: Sequence[int], shaping: Shaping, where: str) -> None:
@@ -311,6 +324,7 @@ class Shapes(NamedTuple):
     margin: jax.Array  # f32[B], logits this far below the largest are left out: -T log(min-p)
     min_tokens: jax.Array  # i32[B]
     bias: jax.Array  # f32[B, V], or f32[B, 1] if there is none; LEFT_OUT for tokens not allowed
+    stops: jax.Array  # bool[B, V], or bool[B, 1]: the requests' own end tokens
 
 
 def shape_arrays(declared: Sequence[Distribution], rows: int, vocabulary: int) -> Shapes:
@@ -326,6 +340,10 @@ def shape_arrays(declared: Sequence[Distribution], rows: int, vocabulary: int) -
             bias[row, list(one.allowed)] = 0.0
         for token, value in one.bias:
             bias[row, token] += value
+    stops = np.zeros((rows, vocabulary if any(one.stops for one in all_of) else 1), bool)
+    for row, one in enumerate(all_of):
+        if one.stops:
+            stops[row, list(one.stops)] = True
 
     def column(name: str, dtype: type = np.float32) -> np.ndarray:
         return np.asarray([getattr(one, name) for one in all_of], dtype)
@@ -333,7 +351,7 @@ def shape_arrays(declared: Sequence[Distribution], rows: int, vocabulary: int) -
     with np.errstate(divide="ignore"):
         margin = np.minimum(-np.log(column("min_p")) * temperatures, -LEFT_OUT)
     numbers = (column("repetition"), column("presence"), column("frequency"), margin)
-    return Shapes(*map(jnp.asarray, (*numbers, column("min_tokens", np.int32), bias)))
+    return Shapes(*map(jnp.asarray, (*numbers, column("min_tokens", np.int32), bias, stops)))
 
 
 def shape_logits(
@@ -357,9 +375,10 @@ def shape_logits(
     z -= shapes.frequency[row][:, None] * inside
     z -= shapes.presence[row][:, None] * (inside > 0).astype(jnp.float32)
     early = place < shapes.min_tokens[row]
-    stops = jnp.isin(jnp.arange(logits.shape[1]), jnp.asarray(stop_tokens, jnp.int32))
-    own = jnp.arange(logits.shape[1])[None, :] == tokens[:, None]
-    z = jnp.where(early[:, None] & stops[None, :] & ~own, LEFT_OUT, z)
+    ids = jnp.arange(logits.shape[1])
+    stops = jnp.isin(ids, jnp.asarray(stop_tokens, jnp.int32))[None, :] | shapes.stops[row]
+    own = ids[None, :] == tokens[:, None]
+    z = jnp.where(early[:, None] & stops & ~own, LEFT_OUT, z)
     rare = z < jnp.max(z, axis=-1, keepdims=True) - shapes.margin[row][:, None]
     return jnp.where(rare & ~own, jnp.minimum(z, LEFT_OUT), z)
 

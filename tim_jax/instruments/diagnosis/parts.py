@@ -383,7 +383,7 @@ def _odds(tokens: Tokens, stripped: np.ndarray, going: np.ndarray) -> tuple[np.n
 def _has_end(tokens: Tokens) -> np.ndarray:
     """bool[S], responses whose last token is an end token, of the model or of the request."""
     last = np.asarray([r.tokens[-1] for r in tokens.responses])
-    named = np.asarray([r.end == r.tokens[-1] for r in tokens.responses])
+    named = np.asarray([r.tokens[-1] in (r.end, *r.stops) for r in tokens.responses])
     return (np.isin(last, tokens.stop_tokens) | named) & ~tokens.hidden[tokens.lasts]
 
 

@@ -63,6 +63,7 @@ class Response:
         log_probs: f32[n], as recorded; NaN where the mask is 0, whatever stands there.
         ended: how it is said to have ended; None if that is not said.
         end: the end token by which it is said to have ended, if that is said.
+        stops: end tokens of the request, besides the model's.
         supports: i32[n, K], the tokens that each was drawn among, then -1; -1 alone: among all.
         kept_log_mass: f32[n], the log-probability of these together, if that alone was recorded.
         routes: u8 or u16[p + n, L, k], the experts of each position in each layer of a mixture, the
@@ -81,6 +82,7 @@ class Response:
     prompt_text: str | tuple[Message, ...] | None = None
     ended: Ended | None = None
     end: int | None = None
+    stops: tuple[int, ...] = ()
     supports: np.ndarray | None = None
     kept_log_mass: np.ndarray | None = None
     routes: np.ndarray | None = None
@@ -141,6 +143,7 @@ def checked(row: Row, *, limits: Limits, default: Distribution = PLAIN) -> Respo
         *(where, prompt, tokens, log_probs, asked, mask, version),
         prompt_text(values.get("prompt")),
         *_ended(values),
+        stops=declared.token_ids(values, "stop_token_ids", where, limits.vocabulary),
         supports=supports,
         kept_log_mass=mass,
         routes=_routes(row, len(prompt), len(tokens), limits.routes),
