@@ -1,6 +1,6 @@
 """Runs the README's first example, and scores its model before and after on numbers it never saw.
 
-python scripts/first_example.py     # about two minutes on two cores
+python scripts/first_example.py     # about a minute on two cores
 """
 
 import os

@@ -2,14 +2,16 @@
 
     JAX_PLATFORMS=cpu python scripts/kill_test.py [--kills 20]
 
-One run is left alone. Another, of the same config, is ended by SIGKILL again and again: in each
-stage of a step (`stages.py`), at moments drawn at random, while a checkpoint is being written, and
-in each stage of a run's end. It is started again by the same command. Both must end with the same
-metrics, samples and parameters, to the byte.
+One run is left alone. A second, of the same config, is ended by SIGKILL again and again: in each
+stage of a step (`stages.py`), then at moments drawn at random and while a checkpoint is being
+written, until it ends or was killed often enough. A third is killed in each stage of a run's end.
+Each is started again by the same command. All must end with the same metrics, samples and
+parameters, to the byte.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -56,16 +58,21 @@ def main() -> int:
     arguments = parser.parse_args()
     load = common.load_average()
     with tempfile.TemporaryDirectory() as folder:
-        whole, killed = pathlib.Path(folder, "whole"), pathlib.Path(folder, "killed")
+        whole, killed, late = (pathlib.Path(folder, x) for x in ("whole", "killed", "late"))
         started = time.monotonic()
         _finish(_start(whole))
         seconds = time.monotonic() - started
         rng = random.Random(_SEED)
         kills = [_kill_in_stage(killed, stage, times=2) for stage in _OF_A_STEP]
-        kills += [_kill(killed, number, rng, seconds) for number in range(arguments.kills)]
-        kills += [_kill_in_stage(killed, stage, times=1) for stage in _AT_THE_END]
-        _finish(_start(killed))
-        same = {name: _digest(whole / name) == _digest(killed / name) for name in _FILES}
+        drawn = (_kill(killed, number, rng, seconds) for number in range(arguments.kills))
+        kills += itertools.takewhile(lambda kill: kill is not None, drawn)
+        kills += [_kill_in_stage(late, stage, times=1) for stage in _AT_THE_END]
+        for run in (killed, late):
+            _finish(_start(run))
+        same = {
+            name: all(_digest(whole / name) == _digest(run / name) for run in (killed, late))
+            for name in _FILES
+        }
         steps = [json.loads(line)["step"] for line in (killed / "metrics.jsonl").open()]
     PAGE.write_text(_page(kills, same, steps, load))
     print(PAGE.read_text())
@@ -92,12 +99,18 @@ def _finish(process: subprocess.Popen) -> None:
 def _kill_in_stage(folder: pathlib.Path, stage: str, *, times: int) -> Kill:
     """Starts the run, which kills itself when the stage comes for the `times`-th time."""
     process = _start(folder, stage, times)
-    process.communicate()
-    return _killed(process, folder, stage)
+    output, _ = process.communicate()
+    if process.returncode != -signal.SIGKILL:
+        status = process.returncode
+        raise SystemExit(f"no kill in {stage!r}: the run ended with status {status}:\n{output}")
+    return _killed(folder, stage)
 
 
-def _kill(folder: pathlib.Path, number: int, rng: random.Random, seconds: float) -> Kill:
-    """Starts the run and kills it: every third time in a save, else at any time of a whole run."""
+def _kill(folder: pathlib.Path, number: int, rng: random.Random, seconds: float) -> Kill | None:
+    """Starts the run and kills it: every third time in a save, else at any time of a whole run.
+
+    None if the run ended before.
+    """
     process = _start(folder)
     in_save = number % 3 == 0
     at, skipped = time.monotonic() + rng.uniform(0, 0.8 * seconds), rng.randrange(3)
@@ -109,14 +122,15 @@ def _kill(folder: pathlib.Path, number: int, rng: random.Random, seconds: float)
             break
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
+    if process.wait() != -signal.SIGKILL:
+        _finish(process)
+        return None
     process.communicate()
-    return _killed(process, folder, "in a save" if in_save else "at random")
+    return _killed(folder, "in a save" if in_save else "at random")
 
 
-def _killed(process: subprocess.Popen, folder: pathlib.Path, moment: str) -> Kill:
+def _killed(folder: pathlib.Path, moment: str) -> Kill:
     left = list((folder / "checkpoints").glob(".saving-*"))
-    if process.returncode != -signal.SIGKILL:
-        return Kill("had come to its end", _last_step(folder), False)
     return Kill(moment, _last_step(folder), bool(left))
 
 
@@ -135,9 +149,9 @@ def _page(kills: list[Kill], same: dict[str, bool], steps: list[int], load: floa
     lines = [
         "# A run that is killed",
         "",
-        "Written by `python scripts/kill_test.py`. One run is left alone; another of the same"
-        f" config gets SIGKILL {len(kills)} times ({within} times with a checkpoint half written),"
-        " in every stage of its work and at random moments, and is started again by the same"
+        "Written by `python scripts/kill_test.py`. One run is left alone; two others of the same"
+        f" config get SIGKILL {len(kills)} times ({within} times with a checkpoint half written),"
+        " in every stage of their work and at random moments, and are started again by the same"
         " command. The quickstart's model and task, shorter:"
         f" `{' '.join(_CHANGES)}`.",
         "",

@@ -180,7 +180,8 @@ def rollout_shapes(length: int) -> Rollout:
 def loss(weights, rollout: Rollout, advantages: jax.Array, execution: Execution):
     """The GRPO loss, and the log-probs and entropies that a step reports."""
     objective = Objective()
-    log_probs, entropy, _ = scoring.score(weights, rollout, execution=execution, remat=True)
+    scores = scoring.score(weights, rollout, execution=execution, remat=True)
+    log_probs, entropy = scores.log_probs, scores.entropy
     mask = rollout.mask
     losses = objective.token_losses(log_probs, rollout.log_probs, advantages, mask=mask).loss
     return jnp.sum(objective.token_weights(mask) * losses), (log_probs, entropy)

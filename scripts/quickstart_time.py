@@ -90,6 +90,8 @@ def _seconds_to_a_step(folder: pathlib.Path, changes: list[str], step: int) -> f
             break
         time.sleep(0.01)
     seconds = time.monotonic() - started
+    if process.poll() is not None:
+        raise SystemExit(f"the quickstart ended with status {process.returncode} before {step}")
     process.kill()
     process.wait()
     return seconds

@@ -109,13 +109,21 @@ def main() -> int:
 
 
 def soak(
-    folder: pathlib.Path, steps: int, *, parts: int, saves: int = _SAVES
+    folder: pathlib.Path,
+    steps: int,
+    *,
+    parts: int,
+    saves: int = _SAVES,
+    changes: Sequence[str] = (),
 ) -> tuple[list[Row], list[str]]:
-    """Runs `steps` steps in a new folder. Returns `parts` rows, and what is wrong with them."""
+    """Runs `steps` steps in a new folder, with `changes` to the config as on the command line.
+
+    Returns `parts` rows, and what is wrong with them.
+    """
     config, run = folder / "soak.toml", folder / "run"
     config.write_text(f"steps = {steps}\n{CONFIG}\n[run]\ncheckpoint_every = {steps // saves}\n")
     with (folder / "output").open("w+") as output:
-        process = _start(config, run, output)
+        process = _start(config, run, output, changes)
         looks = list(_looks(process, run))
         output.seek(0)
         if process.returncode:
@@ -127,11 +135,13 @@ def soak(
     return rows, [*missing, *growth(rows)]
 
 
-def _start(config: pathlib.Path, run: pathlib.Path, output) -> subprocess.Popen:
+def _start(
+    config: pathlib.Path, run: pathlib.Path, output, changes: Sequence[str]
+) -> subprocess.Popen:
     own = pathlib.Path(__file__).parent
     paths = [str(own), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
-        [sys.executable, "-m", "tim_jax", "train", str(config), f"run.folder={run}"],
+        [sys.executable, "-m", "tim_jax", "train", str(config), f"run.folder={run}", *changes],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)},
         stdout=output,
         stderr=subprocess.STDOUT,

@@ -74,7 +74,9 @@ def _compiled_once(tmp_path_factory):
 _UNOPTIMISED = frozenset(
     {
         "api/test_api",
+        "api/test_learning",
         "app/run/test_folders",
+        "app/test_bad_models",
         "app/test_cli",
         "app/test_controls",
         "app/test_end_to_end",

@@ -4,8 +4,9 @@ Sequences of up to three tokens of a vocabulary of three; token 0 ends a sequenc
 table of logits by position and last token. A batch of all sequences, each weighted by the chance
 that the sampler says it, gives the expectation of a gradient and not an estimate of it.
 
-`Definition` is the float64 side: losses, corrections and denominators written from their
-definitions, without the library's functions, and differentiated by central differences.
+The float64 side is `definition` of the modules that use it: losses, corrections and denominators
+written from their definitions, without the library's functions, and differentiated by central
+differences.
 """
 
 import itertools

@@ -42,7 +42,9 @@ def test_what_is_written_is_what_is_read(tmp_path):
             routes=np.zeros((4, 2, 1), np.int32),
         )
         rows.write(**ROW, kept_log_mass=np.asarray([-0.25, 0.0], np.float32))
-    first, second, third = collect(readers.read(file), limits=LIMITS).responses
+        rows.write(**ROW, episode=7, turn=1)
+        rows.write(**ROW, turn_token_ids=[np.asarray([8]), (9,)])
+    first, second, third, turn, whole = collect(readers.read(file), limits=LIMITS).responses
     assert (first.prompt, first.tokens) == ((5, 6), (8, 9))
     assert first.log_probs.tolist() == [-0.5, -1.25]
     assert second.mask.tolist() == [True, False, True]
@@ -53,6 +55,8 @@ def test_what_is_written_is_what_is_read(tmp_path):
     assert second.supports.tolist() == [[8, 1], [-1, -1], [9, -1]]
     assert second.routes.shape == (5, 2, 1)
     assert third.kept_log_mass.tolist() == [-0.25, 0.0]
+    assert (turn.episode, turn.turn) == ("7", 1)
+    assert whole.turns == ((8,), (9,))
 
 
 @pytest.mark.parametrize(

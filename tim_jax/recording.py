@@ -44,6 +44,9 @@ class Capture:
         supports: Any = None,
         kept_log_mass: Any = None,
         routes: Any = None,
+        episode: str | int | None = None,
+        turn: int | None = None,
+        turn_token_ids: Any = None,
     ) -> None:
         """Appends one response.
 
@@ -62,6 +65,9 @@ class Capture:
           kept_log_mass: in place of supports n numbers, the log-probability of what was kept.
           routes: [p + n - 1, layers, experts of a token], the experts of each position but the last
             in each layer of a mixture.
+          episode: of an episode of several turns: its name, if each turn is a row.
+          turn: the number of this turn in it.
+          turn_token_ids: if the row is a whole conversation: for each turn the ids that were drawn.
 
         Raises:
           InputError: the lists differ in length, or a log-prob is not finite where the mask is 1.
@@ -88,6 +94,11 @@ class Capture:
             "supports": None if supports is None else [_whole(one) for one in supports],
             "kept_log_mass": None if kept_log_mass is None else _listed(kept_log_mass),
             "routes": routes,
+            "episode": episode,
+            "turn": turn,
+            "turn_token_ids": None
+            if turn_token_ids is None
+            else [_whole(one) for one in turn_token_ids],
         }
         row = {name: value for name, value in row.items() if value is not None}
         if stop_reason is not None:

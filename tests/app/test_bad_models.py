@@ -18,12 +18,11 @@ from tim_jax import api
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import Architecture
-from tim_jax.app.jobs import checks, memory
+from tim_jax.app.jobs import checks, memory, train
 from tim_jax.app.run import checkpoints, sources
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, OutOfMemoryError
 from tim_jax.model import calibration, hf
-from tim_jax.rl import programs
 from tim_jax.tasks import text
 from tim_jax.tasks.dataset import read_rows
 
@@ -387,13 +386,33 @@ def test_a_run_with_checkpoints_is_told_what_it_may_change_first(tmp_path, monke
         assert any(f"{key}.".startswith(f"{free}.") for free in config.may_change()), key
 
 
+@pytest.fixture
+def assemble(monkeypatch):
+    """What assembles a run, once: those of one config have the same compiled programs.
+
+    Nothing is measured of the machine.
+    """
+    true, made = train.assemble, []
+
+    def once(config, *, measured):
+        if not made:
+            made.append(true(config, measured=measured))
+        return replace(made[0], config=config)
+
+    monkeypatch.setattr(train, "assemble", once)
+    monkeypatch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
+    return once
+
+
 @pytest.mark.slow
 def test_a_run_whose_memory_runs_out_goes_on_from_its_checkpoint(
-    tmp_path, monkeypatch, capsys, every_wait_is_long
+    tmp_path, monkeypatch, capsys, assemble, every_wait_is_long
 ):
     """A program that fails as XLA does ends the run with its own status."""
     (tmp_path / "run.toml").write_text(tiny.RUN)
-    arguments = ["train", str(tmp_path / "run.toml"), "run.checkpoint_every=1"]
+    # The sampler of the evaluation is that of a step, and compiled with it.
+    changes = "model.architecture.num_layers=1", "eval.prompts=2", "eval.samples=4"
+    arguments = ["train", str(tmp_path / "run.toml"), "run.checkpoint_every=1", *changes]
     assert cli.main([*arguments, f"run.folder={tmp_path / 'whole'}"]) == 0
     said = {line.partition(" (")[0] for line in capsys.readouterr().err.splitlines()}
     tasks = (
@@ -408,20 +427,20 @@ def test_a_run_whose_memory_runs_out_goes_on_from_its_checkpoint(
         "writing the model",
     )
     assert {f"tim-jax: still {task} after 10 s" for task in tasks} <= said
-    build, steps = programs.build, []
+    steps = []
 
-    def failing(*args, **options):
-        built = build(*args, **options)
+    def failing(config, **options):
+        job = assemble(config, **options)
 
         def update(*operands):
             steps.append(1)
-            return built.update(*operands) if len(steps) < 2 else allocated()
+            return job.programs.update(*operands) if len(steps) < 2 else allocated()
 
-        return replace(built, update=update)
+        return replace(job, programs=replace(job.programs, update=update))
 
     folder = f"run.folder={tmp_path / 'run'}"
     with monkeypatch.context() as patch:
-        patch.setattr(programs, "build", failing)
+        patch.setattr(train, "assemble", failing)
         assert cli.main([*arguments, folder]) == 6
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == (

@@ -23,12 +23,14 @@ from transformers.utils import chat_template_utils
 import tim_jax
 from tim_jax.app import cli
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import benches, generating
+from tim_jax.app.jobs import assembling, benches, generating, train
 from tim_jax.app.run import assembly, checkpoints, folders, grading, sources
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.app.run.numerics import fixed_numerics
 from tim_jax.common.errors import InputError
+from tim_jax.instruments import auditing
+from tim_jax.instruments.auditing import compiler
 from tim_jax.model import calibration, hf
 from tim_jax.policy import sampler
 from tim_jax.rl.drawing import Text
@@ -135,8 +137,33 @@ def folder(patch, tmp_path_factory):
     patch.chdir(path)
     patch.syspath_prepend(str(path))
     patch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
+    patch.setattr(train, "assemble", assembling_once())
     yield path
     sys.modules.pop("cli_rewards", None)
+
+
+def assembling_once():
+    """`assembling.assemble`, once for all runs of one config, whose programs are then traced once.
+
+    They may differ in what no program knows: folder, last step, whether there is an evaluation. A
+    run that reads a model or rows from files, or grades in another process, is assembled anew, and
+    so is one whose sampler a test has replaced.
+    """
+    made = {}
+
+    def assemble(config, *, measured):
+        if config.model.path or config.task.kind != "builtin" or not config.task.reward_in_process:
+            return assembling.assemble(config, measured=measured)
+        evaluated = config.eval.model_copy(update={"every": 1})
+        whole = config.model_copy(update={"eval": evaluated})
+        alike = whole.model_copy(update={"run": type(config.run)(), "steps": 1})
+        key = toml.dump(alike), sampler.sample
+        if key not in made:
+            made[key] = assembling.assemble(whole, measured=measured)
+        evaluate = made[key].evaluate if config.eval.every else None
+        return replace(made[key], config=config, evaluate=evaluate)
+
+    return assemble
 
 
 @pytest.fixture
@@ -291,10 +318,11 @@ def test_eval_of_a_run_is_its_last_evaluation(finished, folder, call):
     last = metrics_of(finished)[-1]
     assert scores == {name: last[f"eval/{name}"] for name in scores}
     faults = {"grader/timeout", "grader/error"}
-    assert {"mean@2", "pass@1", "prompts", "reward", "reward_error", "length"} | faults == set(
-        scores
-    )
-    assert all(name in out for name in scores)
+    errors = {"reward_error", "pass@1_error"}
+    shown = {"mean@2", "pass@1", "prompts", "reward", "length"} | faults
+    assert shown | errors == set(scores)
+    assert all(name in out for name in shown)
+    assert out.count("(95%)") == 3  # of mean@2, pass@1 and reward
     status, _, _ = call(
         "eval",
         "tiny.toml",
@@ -319,6 +347,7 @@ def test_eval_without_a_run_is_of_the_configs_own_model(finished, folder, call):
         "prompts",
         "reward",
         "reward_error",
+        "pass@1_error",
         "length",
         "grader/timeout",
         "grader/error",
@@ -354,15 +383,26 @@ def test_no_completion_is_too_odd_to_be_printed(finished, folder, call, monkeypa
     assert call("generate", finished, "x") == (0, shown, "")
 
 
+def gradients_of_a_norm(numerics):
+    """`auditing.check_gradients` of the first unit alone."""
+    extent = compiler.Extent()
+    return [*compiler._check(compiler.units(numerics, extent)[0], numerics, extent)]
+
+
 @pytest.mark.slow
-def test_audit_of_a_run(finished, folder, call, few_cases):
+def test_audit_of_a_run(finished, folder, call, few_cases, monkeypatch):
     """All that the command does, of a few cases: those of an audit have tests of their own."""
+    placed = auditing.placed_cases
+    monkeypatch.setattr(auditing, "placed_cases", lambda *given: placed(*given)[:1])
+    monkeypatch.setattr(auditing, "placed_episodes", lambda *given: ())
+    monkeypatch.setattr(auditing, "check_gradients", gradients_of_a_norm)
     out_file = folder / "audit.json"
     status, out, _ = call("audit", finished, "--quick", "--json", out_file)
     report = json.loads(out_file.read_text())
     assert status == 0
     assert report["unequal_tokens"] == 0 < report["compared_tokens"]
     assert len(report["cases"]) > 5
+    assert [one["name"] for one in report["cases"]].count("learner, fsdp=2") == 2
     assert "exact: 0 of" in out
     assert all(one["passed"] for one in report["gradients"])
     assert {one["numerics"] for one in report["gradients"]} == {"native float32", "native bfloat16"}
@@ -507,7 +547,7 @@ def test_a_float16_run_says_its_overflows_and_resumes_to_the_bit(folder, call):
         "optimizer.loss_scale={ initial = 16777216.0, growth_interval = 2 }",
         "learner.mini_batches=2",
         "learner.epochs=2",
-        "task.reward=cli_rewards:at_length",
+        "warmup.steps=0",
         "eval.every=0",
     )
     out = call("train", "tiny.toml", "run.folder=whole16", *changes)[1]
@@ -534,6 +574,7 @@ def test_a_run_that_is_no_longer_finite_ends_with_its_batch(folder, call):
     """At this learning rate the first update leaves weights whose logits overflow."""
     run = folder / "overflow"
     changes = ("optimizer.learning_rate=1e38", "exact=report", "learner.max_skipped=2")
+    changes += ("warmup.steps=0", "eval.every=0")
     status, _, err = call("train", "tiny.toml", f"run.folder={run.name}", "steps=9", *changes)
     assert status == 4
     assert "the loss or gradient of 2 updates in a row was not finite" in err
@@ -631,7 +672,7 @@ def test_a_mistake_found_before_the_first_checkpoint_can_be_mended_in_place(call
     status, _, err = call(*wrong)
     assert (status, err.count("\n")) == (2, 1)
     assert "at most 1 are allowed" in err
-    fixed = ("train", "tiny.toml", "run.folder=mended", "steps=1", "eval.every=0", "warmup.steps=0")
+    fixed = ("train", "tiny.toml", "run.folder=mended", "steps=1", "eval.every=0")
     assert call(*fixed)[0] == 0
     # From the first checkpoint on the config stands.
     status, _, err = call(*fixed, "seed=1")
@@ -674,12 +715,6 @@ def refused(call, *arguments):
     assert err.endswith("\n")
     assert "Traceback" not in out + err
     return err
-
-
-@pytest.mark.slow
-def test_a_whole_checkpoint_is_taken(checkpoint, call):
-    arguments = ("train", "tiny.toml", "run.folder=whole", f"model={{path='{checkpoint}'}}")
-    assert call(*arguments, "steps=1", "warmup.steps=0", "eval.every=0")[0] == 0
 
 
 def truncate(checkpoint):
@@ -887,6 +922,8 @@ def test_a_run_that_holds_nothing_out_is_measured_on_what_it_trains_on(call, fol
     task = f"task={{kind='dataset', path='{path}', reward='cli_rewards:by_length', eval_share=0.0}}"
     arguments = ("tiny.toml", "run.folder=all", task, "warmup.steps=0", "steps=1")
     assert call("train", *arguments)[0] == 0
+    assert not any(key.startswith("eval/") for line in metrics_of(folder / "all") for key in line)
+    assert "no held-out problems" in refused(call, "eval", *arguments)
     dial = '[{name = "log_prob_noise", std = 0.01}]'
     status, out, _ = call("audit", "all", "--sampler", dial, "--prompts", 3, "--samples", 2)
     assert status == 0
@@ -969,18 +1006,6 @@ def test_a_dated_run_from_before_its_day_was_kept_is_refused(folder):
         else:
             with pytest.raises(InputError, match=r"run: the chat template prints the date"):
                 checkpoints.check_marks(before, mark, "run")
-
-
-@pytest.mark.slow
-def test_a_dataset_without_held_out_rows_trains_without_evaluation(call, folder):
-    sums(folder / "sums.jsonl")
-    task = (
-        "task={kind='dataset', path='sums.jsonl', reward='cli_rewards:by_length', eval_share=0.0}"
-    )
-    arguments = ("tiny.toml", "run.folder=sums", task, "warmup.steps=0", "steps=1")
-    assert call("train", *arguments)[0] == 0
-    assert not any(key.startswith("eval/") for line in metrics_of(folder / "sums") for key in line)
-    assert "no held-out problems" in refused(call, "eval", *arguments)
 
 
 @pytest.mark.parametrize("text", [b"steps = [", b'a = "\xe4"'])

@@ -1,14 +1,18 @@
 """Placements in a run's configuration and in the commands."""
 
+from dataclasses import replace
+from functools import cache
+
 import pytest
 import tiny
 
 from tim_jax.app import cli
-from tim_jax.app.config.toml import load
-from tim_jax.app.jobs import assembling
+from tim_jax.app.config.toml import dump, load
+from tim_jax.app.jobs import assembling, train
 from tim_jax.app.run import assembly, sources
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
+from tim_jax.model import calibration
 from tim_jax.placement import SINGLE, Placement
 
 REFUSED = {
@@ -48,8 +52,43 @@ def test_placements_of_a_config():
     assert "placement" in config.may_change()
 
 
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Tiles are as they are fixed."""
+    monkeypatch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
+
+
+@pytest.fixture
+def measured_once(monkeypatch):
+    """The machine is measured once for each model and its tiles, for all lengths and batches."""
+    calibrate = calibration.calibrate
+
+    @cache
+    def once(config, numerics):
+        return calibrate(config, numerics, batch=4, longest=config.max_positions)
+
+    monkeypatch.setattr(
+        calibration, "calibrate", lambda config, numerics, **_: once(config, numerics)
+    )
+
+
+@pytest.fixture
+def assembled_once(monkeypatch):
+    """Runs that differ in their folder and their last step alone are traced once."""
+    made = {}
+
+    def assemble(config, *, measured):
+        key = dump(config.model_copy(update={"run": type(config.run)(), "steps": 1}))
+        if key not in made:
+            made[key] = assembling.assemble(config, measured=measured)
+        return replace(made[key], config=config)
+
+    monkeypatch.setattr(train, "assemble", assemble)
+    return made
+
+
 @pytest.mark.slow
-def test_an_evaluation_has_slots_for_its_own_mesh():
+def test_an_evaluation_has_slots_for_its_own_mesh(unmeasured):
     """The sampler's mesh of two devices takes six slots, the learner's of four takes eight."""
     words = ["placement.fsdp=4", "placement.sampler.fsdp=2", "sampler.slots=6", "sampler.pages=6"]
     job = assembling.assemble(load(None, words))
@@ -78,6 +117,7 @@ def test_what_a_model_or_machine_cannot_be_is_refused_before_compiling(overrides
 
 
 AHEAD = ["sampler.max_staleness=2", "placement.split=true", "placement.sampler.data=2"]
+PLAIN = ["warmup.steps=0", "eval.every=0"]
 
 
 def test_too_few_devices_for_a_sampler_of_its_own_are_refused(tmp_path, capsys):
@@ -89,9 +129,12 @@ def test_too_few_devices_for_a_sampler_of_its_own_are_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_that_draws_ahead_is_resumed_and_may_be_placed_otherwise(tmp_path):
+def test_a_run_that_draws_ahead_is_resumed_and_may_be_placed_otherwise(
+    tmp_path, unmeasured, assembled_once
+):
     """A run that ends and goes on, on devices of the sampler's own, and one that never stopped."""
     lines, models = [], []
+    own = [*PLAIN, "model.architecture.num_layers=1"]
     for name, stops in (("whole", ([*AHEAD, "steps=5"],)), ("parts", (AHEAD, AHEAD[:1]))):
         config, folder = tmp_path / f"{name}.toml", tmp_path / name
         # The decay moves the weights even where no reward does.
@@ -99,28 +142,33 @@ def test_a_run_that_draws_ahead_is_resumed_and_may_be_placed_otherwise(tmp_path)
         config.write_text(f'{tiny.RUN}\n{decay}\n[run]\nfolder = "{folder}"\n')
         for words in stops:
             more = ["steps=5"] if words == AHEAD[:1] else []
-            assert cli.main(["train", str(config), *words, *more]) == 0
+            assert cli.main(["train", str(config), *own, *words, *more]) == 0
         lines.append((folder / "metrics.jsonl").read_text())
         models.append((folder / "model" / "model.safetensors").read_bytes())
+    assert len(assembled_once) == 2  # the placements
     assert lines[0] == lines[1]
     assert models[0] == models[1]
     steps = [line for line in read_lines(tmp_path / "whole" / "metrics.jsonl") if line["step"]]
     assert [line["exact_share"] for line in steps] == [1.0] * 5
+    assert all(line["compared_tokens"] > 0 for line in steps)
     assert steps[-1]["drift/log_ratio_abs_mean"] > steps[0]["drift/log_ratio_abs_mean"] == 0.0
 
 
 @pytest.mark.slow
-def test_a_run_on_a_mesh_goes_on_on_another(tmp_path, capsys):
+def test_a_run_on_a_mesh_goes_on_on_another(tmp_path, capsys, measured_once):
     """Trains under fsdp and tensor, resumes under data, evaluates, and samples from the result."""
     config, folder = tmp_path / "run.toml", tmp_path / "run"
     config.write_text(f'{tiny.RUN}\n[run]\nfolder = "{folder}"\n')
     meshed = ["placement.fsdp=2", "placement.tensor=2"]
-    assert cli.main(["train", str(config), *meshed]) == 0
-    assert cli.main(["train", str(config), "placement.data=4", "steps=3"]) == 0
+    assert cli.main(["train", str(config), *PLAIN, *meshed]) == 0
+    assert cli.main(["train", str(config), *PLAIN, "placement.data=4", "steps=3"]) == 0
     lines = [line for line in read_lines(folder / "metrics.jsonl") if line["step"]]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["exact_share"] == 1.0 and line["compared_tokens"] > 0 for line in lines)
-    assert cli.main(["eval", str(config), "placement.data=4", "steps=3"]) == 0
+    # As many as a step draws: the same program as its sampler.
+    evaluated = ["placement.data=4", "eval.prompts=2", "eval.samples=4"]
+    assert cli.main(["eval", str(config), *evaluated]) == 0
+    assert "evaluated step 3" in capsys.readouterr().out
     outputs = []
     for axes in (["--tensor", "2"], ["--fsdp", "2", "--tensor", "2"]):
         capsys.readouterr()

@@ -1,5 +1,6 @@
 """Several real processes on this machine, over loopback, against one."""
 
+import shutil
 import signal
 import time
 
@@ -80,6 +81,7 @@ from tim_jax.placement import processes
 from tim_jax.app.run import signals
 
 index, address = int(sys.argv[1]), sys.argv[2]
+processes._HEARTBEAT = 10  # of 30 seconds, which the test would wait for
 with signals.print_if_aborted("the others are gone"):
     processes.join(address, 2, index)
     print("joined", flush=True)
@@ -162,26 +164,32 @@ def test_graders_of_three_processes_grade_every_row_once(rows):
 
 CHANGES = (
     "steps=4",
+    "model.architecture.num_layers=1",
     "placement={fsdp = 2, tensor = 2}",
     "task.reward=shared_rewards:by_length",
+    "task.reward_in_process=true",  # so that SLOW_SEAL is the run's
     "run.checkpoint_every=2",
 )
+# A process that grades leaves a mark.
 REWARDS = """
+import os
+import pathlib
 import time
 
 
 def by_length(prompts, completions, answers):
+    pathlib.Path(f"grading-{{os.getpid()}}").touch()
     time.sleep({pause})
     return [len(completion) / 7 for completion in completions]
 """
-# Put before REWARDS: process 0 takes so long to read what it seals a checkpoint with.
+# Put before REWARDS: process 0 takes seconds to read what it seals a checkpoint with.
 SLOW_SEAL = """
 import time
 from tim_jax.app.run import checkpoints
 
 
 def slowly(path, read=checkpoints._crc):
-    time.sleep(0.2)
+    time.sleep(0.1)
     return read(path)
 
 
@@ -190,8 +198,9 @@ checkpoints._crc = slowly
 SAME = ("metrics.jsonl", "samples.jsonl", "model/model.safetensors")
 
 
-def training(folder, run, *, count):
+def training(folder, run, *, count, rewards):
     """`count` processes of one run over four devices, one of it if `count` is 1."""
+    (folder / "shared_rewards.py").write_text(rewards)
 
     def arguments(index, address):
         words = ["-m", "tim_jax", "train", "run.toml", f"run.folder={run}", *CHANGES]
@@ -203,93 +212,113 @@ def training(folder, run, *, count):
     return started(arguments, count=count, devices=4 // count, folder=folder)
 
 
-def prepared(folder):
-    (folder / "run.toml").write_text(tiny.RUN)
-    (folder / "shared_rewards.py").write_text(REWARDS.format(pause=0))
-    return folder
-
-
 @pytest.fixture
 def work(tmp_path):
-    return prepared(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The run of one process, which met nothing."""
-    folder = prepared(tmp_path_factory.mktemp("alone"))
-    [(status, out, err)] = finished(training(folder, "run", count=1))
-    assert status == 0, err
-    assert "held-out reward before training" in out
-    return folder / "run"
+    (tmp_path / "run.toml").write_text(tiny.RUN)
+    return tmp_path
 
 
 def lines_in(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def same_files(one, other):
-    for name in SAME:
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
-
-
-@pytest.mark.slow
-def test_a_run_of_four_processes_has_the_bits_of_one(work, alone):
-    """The same mesh of four devices: metrics, samples and the final model are the same files."""
-    for index, (status, out, err) in enumerate(finished(training(work, "run", count=4))):
-        assert status == 0, err
-        assert ("held-out reward before training" in out) == (index == 0)
-    lines = [line for line in read_lines(alone / "metrics.jsonl") if line["step"]]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert all(line["exact_share"] == 1.0 and line["compared_tokens"] > 0 for line in lines)
-    same_files(work / "run", alone)
-
-
-@pytest.mark.slow
-def test_a_process_that_dies_ends_the_others_and_the_run_resumes(work, alone):
-    """One of two is killed; the other says so within a minute; a run of another count goes on."""
-    (work / "shared_rewards.py").write_text(REWARDS.format(pause=0.5))
-    running = training(work, "killed", count=2)
+def wait_until(happened, running):
     until = time.monotonic() + 900
-    killed = work / "killed"
-    # Step 3 is written, and the checkpoint of step 2 has its seal.
-    while lines_in(killed / "metrics.jsonl") < 4 or 2 not in checkpoints.list_steps(
-        killed / "checkpoints"
-    ):
+    while not happened():
         assert time.monotonic() < until
         assert all(process.poll() is None for process in running), finished(running)
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_several_processes_have_the_bits_of_one_whatever_ends_them(work):
+    """One run by two processes, twice; then by one, to its last step; then its end, by four.
+
+    Against a run of one process alone. All are on the same mesh of four devices. Programs of
+    several processes are compiled by each of them, every time: so the second time none comes to its
+    update, and the four only make of the last checkpoint what is made at the end.
+    """
+    last = asked_to_end(work)
+    reference_of_one(work)
+    for name in SAME[:2]:
+        begun = (work / "run" / name).read_bytes()
+        assert begun
+        assert (work / "alone" / name).read_bytes().startswith(begun), name
+
+    one_dies(work)
+    [(status, out, err)] = finished(training(work, "run", count=1, rewards=REWARDS.format(pause=0)))
+    assert status == 0, err
+    assert f"resumed after step {last}" in out
+    same_files(work / "run", work / "alone")
+
+    four_end_it(work)
+    same_files(work / "run", work / "alone")
+
+
+def asked_to_end(work):
+    """SIGTERM to one of two is heeded by both, after a whole checkpoint, whose step is returned."""
+    rewards = SLOW_SEAL + REWARDS.format(pause=0.5)
+    running = training(work, "run", count=2, rewards=rewards)
+    kept, lines = work / "run" / "checkpoints", work / "run" / "metrics.jsonl"
+    wait_until(lambda: lines_in(lines) >= 2, running)  # step 1 is written
+    running[1].send_signal(signal.SIGTERM)
+    running[1].wait(100)
+    # A launcher may kill process 0 from here on: its part must be done.
+    steps, last = checkpoints.list_steps(kept), lines_in(lines) - 1
+    for index, (status, out, err) in enumerate(finished(running, 100)):
+        assert status == 143, err
+        assert f"saved after step {last}" in err
+        assert ("held-out reward before training" in out) == (index == 0)
+    assert steps[-1] == last
+    return last
+
+
+def reference_of_one(work):
+    """The run of one process, which meets nothing.
+
+    It takes what the two have measured of the machine, on which they had to agree.
+    """
+    (work / "alone").mkdir()
+    for name in ("config.toml", "calibration.json"):
+        if (work / "run" / name).exists():
+            shutil.copy(work / "run" / name, work / "alone")
+    [(status, _, err)] = finished(training(work, "alone", count=1, rewards=REWARDS.format(pause=0)))
+    assert status == 0, err
+    lines = [line for line in read_lines(work / "alone" / "metrics.jsonl") if line["step"]]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["exact_share"] == 1.0 and line["compared_tokens"] > 0 for line in lines)
+    assert any(line["gradient_norm"] > 0 for line in lines)
+
+
+def one_dies(work):
+    """One of two that go on is killed while both grade; the other says so within a minute."""
+    for mark in work.glob("grading-*"):
+        mark.unlink()
+    running = training(work, "run", count=2, rewards=REWARDS.format(pause=3))
+    marks = [work / f"grading-{process.pid}" for process in running]
+    wait_until(lambda: all(mark.exists() for mark in marks), running)
     running[1].send_signal(signal.SIGKILL)
     at = time.monotonic()
     (status, _, err), _ = finished(running, 100)
     assert time.monotonic() - at < 60
     assert status not in (0, 1)
     assert "another process of this job is gone" in err
-    (work / "shared_rewards.py").write_text(REWARDS.format(pause=0))
-    [(status, out, err)] = finished(training(work, "killed", count=1))
-    assert status == 0, err
-    assert "resumed after step 2" in out
-    same_files(work / "killed", alone)
 
 
-@pytest.mark.slow
-def test_sigterm_to_one_of_two_is_heeded_by_both_after_a_whole_checkpoint(work):
-    (work / "shared_rewards.py").write_text(SLOW_SEAL + REWARDS.format(pause=0.5))
-    running = training(work, "asked", count=2)
-    until = time.monotonic() + 900
-    while lines_in(work / "asked" / "metrics.jsonl") < 2:  # step 1 is written
-        assert time.monotonic() < until
-        assert all(process.poll() is None for process in running), finished(running)
-        time.sleep(0.05)
-    running[1].send_signal(signal.SIGTERM)
-    running[1].wait(100)
-    # A launcher may kill process 0 from here on: its part must be done.
-    kept = work / "asked" / "checkpoints"
-    steps, last = checkpoints.list_steps(kept), lines_in(work / "asked" / "metrics.jsonl") - 1
-    for status, _, err in finished(running, 100):
-        assert status == 143, err
-        assert f"saved after step {last}" in err
-    assert steps[-1] == last
+def four_end_it(work):
+    """The final model and the chart of a run with its last checkpoint; process 0 alone speaks."""
+    shutil.rmtree(work / "run" / "model")
+    (work / "run" / "chart.png").unlink()
+    running = training(work, "run", count=4, rewards=REWARDS.format(pause=0))
+    for index, (status, out, err) in enumerate(finished(running)):
+        assert status == 0, err
+        assert ("resumed after step 4" in out) == (index == 0)
+    assert (work / "run" / "chart.png").exists()
+
+
+def same_files(one, other):
+    for name in SAME:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
 @pytest.mark.slow

@@ -294,7 +294,7 @@ def test_a_damaged_file_is_measured_anew(tmp_path, measuring, text):
     file = tmp_path / "calibration.json"
     kept(file)
     whole = file.read_text()
-    half, low = whole.replace("rows_by", "rows_of"), whole.replace("49", "1")
+    half, low = whole.replace('"rows_by', '"rows_of'), whole.replace("49", "1")
     file.write_text({"half": half, "low": low}.get(text, text))
     assert kept(file) == FOUND
     assert len(measuring) == 2

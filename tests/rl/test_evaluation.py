@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tim_jax.common.errors import InputError
-from tim_jax.rl.evaluation import mean_and_pass, mean_at_k, pass_at_k, standard_error
+from tim_jax.rl.evaluation import (
+    mean_and_pass,
+    mean_at_k,
+    pass_at_k,
+    pass_errors,
+    standard_error,
+)
 
 
 @pytest.mark.parametrize("samples", range(1, 8))
@@ -27,6 +33,14 @@ def test_pass_at_k_against_exact_binomials(samples, data):
     ways = math.comb(samples, k)
     expected = (ways - math.comb(samples - correct, k)) / ways
     assert pass_at_k(np.array([correct]), samples, k)[0] == pytest.approx(expected, abs=1e-12)
+
+
+def test_errors_of_pass_at_k_are_those_over_prompts():
+    rewards = np.array([[1, 0], [1, 1], [0, 0], [1, 1]], np.float32)
+    found = pass_errors(rewards, [1, 2])
+    assert found["pass@1_error"] == pytest.approx(standard_error(rewards))
+    assert found["pass@2_error"] == pytest.approx(np.std([1, 1, 0, 1], ddof=1) / 2)
+    assert pass_errors(rewards[:1], [1]) == {"pass@1_error": 0.0}
 
 
 def test_evaluate():

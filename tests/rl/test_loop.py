@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from reference import reference_log_probs
 
 from tim_jax import corrections, objectives, optimizers
 from tim_jax.app.jobs import checks
@@ -29,7 +30,8 @@ from tim_jax.tasks.text import character_tokenizer
 
 TOKENIZER: Any = character_tokenizer(builtin.ALPHABET)
 TEXT = Text(TOKENIZER, max_prompt_length=6)
-CONFIG = replace(tiny.CONFIG, vocab_size=len(TOKENIZER))
+# One layer: a loop does not know how many there are, and decode loops have each of them once more.
+CONFIG = replace(tiny.CONFIG, vocab_size=len(TOKENIZER), num_layers=1)
 EXECUTION = replace(
     tiny.EXECUTION, config=CONFIG, sampling=Sampling(8, stop_tokens=(TOKENIZER.eos_token_id, 9))
 )
@@ -173,30 +175,33 @@ def test_metrics_of_a_step():
 def test_corrections_and_length_buckets_leave_an_exact_step_where_it_was():
     """Coefficients of exactly one, and padding that changes no log-prob: the same update.
 
-    Coefficients of a half halve the gradient: they are not left out of it.
+    Coefficients of a half halve it: they are not left out of it.
     """
+    half = corrections.declared(corrections.chain(optax.scale(0.5)), effect="scale")
     fix = corrections.build([{"name": "vexact"}, {"name": "normalise"}])
     plainly = Learning(objectives.grpo(kl_coefficient=0.0), tiny.GROUP, mode="recompute")
-    optimizer = optimizers.adamw(optimizers.Rate(1e-2))
     whole = tiny.rollout(EXECUTION)
     short = replace(whole, lengths=jnp.minimum(whole.lengths, 4))
-    ends = []
-    half = corrections.chain(optax.scale(0.5))
-    for correction, buckets in ((corrections.none(), 1), (fix, 2), (half, 1)):
+    start, ends = tiny.params(CONFIG), []
+    for correction, buckets in ((corrections.none(), 1), (corrections.chain(fix, half), 2)):
         learning = replace(plainly, correction=correction)
-        built = programs.build(Training(EXECUTION, learning, optimizer, length_buckets=buckets))
-        state = built.init(jax.tree.map(jnp.array, tiny.params(CONFIG)))
+        built = programs.build(
+            Training(EXECUTION, learning, optax.sgd(0.1), length_buckets=buckets)
+        )
+        state = built.init(jax.tree.map(jnp.array, start))
         weights = built.prepare(state.params)
         with tiny.compilations() as counted:
             ends.append(loop.learn(state, weights, short, tiny.rewards(), programs=built))
         assert counted["update"] == 1
-    (plain, _, _, one), (changed, _, found, other), (*_, halved) = ends
-    assert halved["gradient_norm"] == pytest.approx(one["gradient_norm"] / 2, rel=1e-5)
+    (plain, _, _, one), (changed, _, found, other) = ends
     assert loop.trimmed(short, 2).responses.shape[1] == 4 < short.responses.shape[1]
     assert int(found.compared) == int(short.mask.sum()) > 0 == int(found.unequal)
-    assert other["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-7)
-    for x, y in zip(jax.tree.leaves(changed.params), jax.tree.leaves(plain.params), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
+    for name in ("loss", "gradient_norm"):
+        assert other[name] == pytest.approx(one[name] / 2, rel=1e-4, abs=1e-7)
+    steps = [jax.tree.map(np.subtract, end.params, start) for end in (plain, changed)]
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(steps[0])) > 1e-4
+    for step, halved in zip(*map(jax.tree.leaves, steps), strict=True):
+        np.testing.assert_allclose(halved, step / 2, rtol=1e-3, atol=1e-6)
 
 
 # What stands between the sampler's reward and the update
@@ -230,9 +235,12 @@ def first_state(run):
 
 
 def run_everything(run, state, *, exact=True, steps=3, seed=0):
-    """(metrics, copy of the state) after each step, from where `state` stands."""
+    """(metrics, copy of the state) after each step, from where `state` stands.
+
+    As many sequences a step as `tiny.rollout` has, so that its programs serve both.
+    """
     reference = run.prepare(tiny.moved(tiny.params(CONFIG)))
-    run = tiny.varied(run, prompts_per_step=2, exact=exact)
+    run = tiny.varied(run, prompts_per_step=tiny.PROMPTS, exact=exact)
     following = loop.train(
         state, make_task(), TEXT, programs=run, reference=reference, seed=seed, steps=steps
     )
@@ -247,7 +255,7 @@ def test_the_penalty_of_the_reward_is_steered_from_step_to_step():
     for metrics, state in found:
         assert metrics["reward_kl_coefficient"] == pytest.approx(coefficient)
         error = np.clip(metrics["reward_kl"] / 0.01 - 1.0, -0.2, 0.2)
-        coefficient *= 1.0 + error * 2 * tiny.GROUP / 100
+        coefficient *= 1.0 + error * tiny.ROWS / 100
         assert float(state.reward_kl) == pytest.approx(coefficient)
         assert -1.0 < metrics["overlong_penalty"] < 0.0
         assert metrics["correction/clipped_high_share"] == 0.0
@@ -279,33 +287,36 @@ def test_a_correction_of_what_the_sampler_misreports_is_reported():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_noise_of_a_gradient_is_that_of_its_micro_batches(seed):
+def test_the_noise_of_a_gradient_is_that_of_its_micro_batches():
     """McCandlish et al. (arXiv 1812.06162), appendix A.1, in float64 from each part's gradient.
 
     The estimate of the signal is unbiased, so with much noise it may be below 0.
     """
     run = everything()
-    state = first_state(run)
-    weights, rollout = run.prepare(state.params), tiny.rollout(EXECUTION)
-    reference = run.prepare(tiny.moved(tiny.params(CONFIG)))
-    rewards = tiny.rewards(seed)
-    batch = run.experience(weights, reference, state.carried, rollout, rewards).experience
-    shares = STEERED.token_weights(batch.mask, batch.kept)
-    _, transpose = jax.vjp(EXECUTION.prepare, state.params)
     score = partial(scoring.score, execution=EXECUTION)
 
     @jax.jit
-    def part(weights, rows):
+    def part(params, weights, rows):
         found, _ = learner.gradient_rows(score, weights, *rows, learning=run.training.learning)
-        return transpose(found)
+        return jax.vjp(EXECUTION.prepare, params)[1](found)
 
+    for seed in (0, 1):
+        check_noise(run, part, tiny.rewards(seed))
+
+
+def check_noise(run, part, rewards):
+    """The noise that a step reports, with `part(params, weights, rows)`, a part's gradient."""
+    state, rollout = first_state(run), tiny.rollout(EXECUTION)
+    weights, reference = map(run.prepare, (state.params, tiny.moved(tiny.params(CONFIG))))
+    batch = run.experience(weights, reference, state.carried, rollout, rewards, None).experience
+    shares = STEERED.token_weights(batch.mask, batch.kept)
+    whole = jax.device_get((batch, shares))  # where slicing compiles nothing
     size = tiny.GROUP
     count = tiny.ROWS // size
     gradients = []
     for index in range(count):
-        rows = jax.tree.map(lambda x, at=size * index: x[at : at + size], (batch, shares))
-        leaves = jax.tree.leaves(part(weights, rows))
+        rows = jax.tree.map(lambda x, at=size * index: x[at : at + size], whole)
+        leaves = jax.tree.leaves(part(state.params, weights, rows))
         gradients.append(np.concatenate([np.asarray(x, np.float64).ravel() for x in leaves]))
     small = np.mean([np.sum((count * g) ** 2) for g in gradients])
     big = np.sum(np.sum(gradients, axis=0) ** 2)
@@ -319,6 +330,10 @@ def test_the_noise_of_a_gradient_is_that_of_its_micro_batches(seed):
     assert metrics["noise_scale"] == pytest.approx(expected, rel=1e-3)
 
 
+class Prepared(Exception):
+    """Ends a loop before its update, which a test does not need."""
+
+
 @pytest.mark.slow
 def test_remax_compares_with_the_reward_of_the_greedy_response():
     """The greedy response is the likeliest token each time, and its reward is the baseline."""
@@ -330,17 +345,12 @@ def test_remax_compares_with_the_reward_of_the_greedy_response():
     def experience(*arguments):
         prepared = built.experience(*arguments)
         given.append((*arguments[3:], prepared.experience.advantages))
-        return prepared
+        raise Prepared
 
-    run = replace(built, experience=experience)
-    (step,) = loop.train(
-        first_state(run),
-        make_task(),
-        TEXT,
-        programs=tiny.varied(run, prompts_per_step=2, exact=True),
-        seed=0,
-        steps=1,
-    )
+    run = tiny.varied(replace(built, experience=experience), prompts_per_step=2, exact=True)
+    steps = loop.train(first_state(run), make_task(), TEXT, programs=run, seed=0, steps=1)
+    with pytest.raises(Prepared):
+        next(steps)
     ((rollout, rewards, greedy, advantages),) = given
     weights = built.prepare(tiny.params(CONFIG))
     prompts = Prompts(
@@ -354,9 +364,6 @@ def test_remax_compares_with_the_reward_of_the_greedy_response():
     np.testing.assert_array_equal(advantages, rewards - jnp.repeat(greedy, tiny.GROUP))
     assert len({*greedy.tolist(), *rewards.tolist()}) > 2
     assert not np.asarray(best.log_probs).any()
-    assert step.metrics["exact_share"] == 1.0
-    graded = 2 * tiny.GROUP + 2
-    assert 0 <= step.metrics["grader/timeout"] <= graded
 
 
 def prepared(objective, rollout, rewards, **given):
@@ -583,8 +590,8 @@ def test_a_response_is_right_from_a_reward_on():
     assert evaluated(task, prompts=2, solved=0.9)[0]["pass@1"] == 1.0
 
 
-@pytest.mark.slow
 def test_evaluation_does_not_depend_on_its_batches():
+    """Its two programs are those of the other tests of `evaluated`."""
     task = make_task()
     metrics, samples = evaluated(task)
     assert metrics["prompts"] == 5
@@ -637,16 +644,6 @@ def test_a_demonstration_that_does_not_fit_is_refused():
         demonstrations(size=5)
 
 
-def test_a_warm_start_of_one_step_learns():
-    params = tiny.params(CONFIG)
-    batches = iter([demonstrations()])
-    ((moved, _),) = warm_start.warm_start(
-        params, batches, execution=EXECUTION, learning_rate=1e-2, steps=1
-    )
-    assert tiny.bits(moved) != tiny.bits(params)
-
-
-@pytest.mark.slow
 def test_warm_start_learns_its_pairs_and_leaves_its_input_whole():
     params = tiny.params(CONFIG)
     before = tiny.bits(params)
@@ -656,14 +653,22 @@ def test_warm_start_learns_its_pairs_and_leaves_its_input_whole():
     for last, loss in run:  # noqa: B007
         losses.append(loss)
     assert len(losses) == 40
-    # The first loss is the mean negative log-prob per token of the parameters it began with.
-    rollout = demonstrations()
-    score = jax.jit(partial(scoring.score, execution=EXECUTION))
-    log_probs = score(jax.jit(EXECUTION.prepare)(params), rollout).log_probs
-    assert losses[0] == pytest.approx(-float(np.asarray(log_probs)[rollout.mask].mean()), rel=1e-5)
+    assert losses[0] == pytest.approx(first_loss(params, demonstrations()), rel=1e-5)
     assert losses[-1] < 0.5 * losses[0]
     assert tiny.bits(params) == before
-    assert float(optax.tree.norm(jax.tree.map(lambda a, b: a - b, last, params))) > 0.1
+    moved = jax.tree.leaves(jax.tree.map(np.subtract, last, params))
+    assert np.sqrt(sum(np.sum(leaf**2) for leaf in moved)) > 0.1
+
+
+def first_loss(params, rollout):
+    """The mean negative log-prob per token of the parameters, in float64."""
+    params, rollout = jax.device_get((params, rollout))
+    found = []
+    for row, start in enumerate(rollout.prompt_lengths):
+        response = rollout.responses[row, : rollout.lengths[row]]
+        tokens = np.concatenate([rollout.prompts[row, :start], response])
+        found.append(reference_log_probs(params, tokens, CONFIG)[start - 1 :])
+    return -np.concatenate(found).mean()
 
 
 def poisoned(steps):

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tim_jax.api.model import Model, check_model
 from tim_jax.common import waiting
+from tim_jax.common.inputs import refuse_unknown
 from tim_jax.instruments import auditing
 from tim_jax.placement import processes
 
@@ -44,6 +45,7 @@ class Audit:
         return f'<pre style="line-height: 1.1; overflow-x: auto">{html.escape(self.text)}</pre>'
 
 
+@refuse_unknown
 def audit(model: Model, *, quick: bool = False) -> Audit:
     """Proves that the sampler's and the learner's log-probs of this model are the same bits here.
 

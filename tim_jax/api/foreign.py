@@ -10,6 +10,7 @@ import numpy as np
 
 from tim_jax.api.data import padded
 from tim_jax.api.model import Model
+from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
 from tim_jax.instruments.diagnosis import evidence, readers
@@ -68,7 +69,8 @@ def scored(model: Model, rows: Any, form: str) -> np.ndarray:
             silent,
             len(responses),
         )
-    found = evidence.log_probs(forward_of("score", model), responses)
+    with waiting.during("scoring", about=waiting.COMPILES):
+        found = evidence.log_probs(forward_of("score", model), responses)
     size = max(len(response) for response in responses)
     scored = np.zeros((len(responses), size), np.float32)
     ends = np.cumsum([len(response) for response in responses])[:-1]

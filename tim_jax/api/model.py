@@ -241,6 +241,7 @@ def check_devices(where: Placement) -> None:
         )
 
 
+@refuse_unknown
 def save(model: Model, folder: str | Path, *, dtype: DTypeLike = "float32") -> Path:
     """Writes a model and its tokenizer as `transformers` loads them: all of it, or nothing.
 

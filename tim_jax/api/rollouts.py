@@ -239,6 +239,7 @@ def text_of(
     return replace(text, max_prompt_length=max(map(len, encoded)))
 
 
+@refuse_unknown
 def score(
     model: Model,
     rollout: Rollout | str | Path | Iterable[Mapping[str, Any]],

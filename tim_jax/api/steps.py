@@ -8,7 +8,7 @@ import jax
 
 from tim_jax.api.model import Model
 from tim_jax.app.run import display
-from tim_jax.common import pages
+from tim_jax.common import pages, waiting
 from tim_jax.common.errors import InputError
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Adapter, Lora
@@ -114,6 +114,7 @@ class Started(NamedTuple):
         return loop.copied(trained) if merge is None else merge(adapters.whole(trained, self.base))
 
 
+@waiting.during("putting the model on the devices", about=waiting.COMPILES)
 def start(model: Model, built: Programs, seed: int) -> tuple[TrainState, Started]:
     """The state before the first step, and what stays; `seed` names the values of new adapters."""
     lora, trained, base = built.training.execution.lora, model.params, None

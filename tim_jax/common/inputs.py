@@ -227,7 +227,7 @@ def check_whole(
 ) -> int:
     """Returns `value`, checked to be a whole number of at least `least` and at most `most`."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InputError(f"{name} must be a whole number, got {value!r}")
+        raise InputError(f"{name} must be a whole number, got {shown(value)}")
     if least is not None and value < least:
         raise InputError(f"{name} must be at least {least}, got {value}")
     if most is not None and value > most:

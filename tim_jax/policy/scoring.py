@@ -26,7 +26,7 @@ class Scores(NamedTuple):
 
     log_probs: jax.Array  # log pi(response token)
     entropy: jax.Array  # of the token's distribution, nats
-    energy: jax.Array | None = None  # see `policy.score_energy`, if asked for
+    energy: jax.Array | None = None  # see `distribution.score_energy`, if asked for
     # Of the forward that predicts a token, if the rollout's experts are compared or replayed:
     agreement: jax.Array | None = None  # share of the routers' choices that the sampler made too
     router_entropy: jax.Array | None = None  # nats, the mean over layers

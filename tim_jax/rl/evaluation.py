@@ -82,6 +82,16 @@ def mean_and_pass(
     return {f"mean@{samples}": mean_at_k(rewards), **passes, "prompts": float(prompts)}
 
 
+def pass_errors(rewards: np.ndarray, ks: Sequence[int], *, solved: float = 1.0) -> dict[str, float]:
+    """Returns the standard error over prompts of each pass@k, as `pass@k_error`.
+
+    For [P, n] rewards; 0 for a single prompt, of which nothing is known.
+    """
+    correct, samples = np.sum(_checked(rewards) >= solved, axis=1), rewards.shape[1]
+    each = {k: pass_at_k(correct, samples, k)[:, None] for k in ks}
+    return {f"pass@{k}_error": standard_error(values) for k, values in each.items()}
+
+
 def _checked(rewards: np.ndarray) -> np.ndarray:
     rewards = np.asarray(rewards, np.float64)
     if rewards.ndim != 2 or rewards.size == 0:
@@ -116,8 +126,9 @@ def evaluate(
     response is right from the reward `solved` on.
 
     Returns:
-      mean@n, pass@k, the number of prompts, the mean reward with its standard error, the mean
-      response length and how many answers could not be graded, and all samples.
+      mean@n, pass@k, the number of prompts, the mean reward, the mean response length, the
+      standard errors of the reward (`reward_error`, of mean@n too) and of pass@k, how many answers
+      could not be graded; and all samples.
 
     Raises:
       InputError: the task has no held-out problems, or as the training loop.
@@ -154,4 +165,5 @@ def evaluate(
     metrics = mean_and_pass(rewards, ks, solved=solved)
     metrics |= {"reward": float(rewards.mean()), "length": float(np.concatenate(lengths).mean())}
     metrics["reward_error"] = standard_error(rewards)
+    metrics |= pass_errors(rewards, ks, solved=solved)
     return metrics | failed, rows

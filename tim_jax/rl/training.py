@@ -11,7 +11,7 @@ import optax
 
 from tim_jax import optimizers, placement
 from tim_jax.common.errors import InputError, did_you_mean, ours
-from tim_jax.common.inputs import changed, changes, check_kinds
+from tim_jax.common.inputs import changed, changes, check_kinds, shown
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.adapters import Lora
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
@@ -96,7 +96,9 @@ class Training:
     def _check_values(self) -> None:
         """Refuses what is no value of its kind; `check_kinds` knows the plain kinds alone."""
         if not isinstance(self.sampler, Sampler):
-            raise InputError(f"sampler must be a tim_jax.rl.training.Sampler, got {self.sampler!r}")
+            raise InputError(
+                f"sampler must be a tim_jax.rl.training.Sampler, got {shown(self.sampler)}"
+            )
         for name, value, kind in (
             ("placement", self.execution.placement, Placement),
             ("sampler_placement", self.sampler.placement or SINGLE, Placement),
@@ -104,7 +106,7 @@ class Training:
             ("turns", Turns() if self.turns is None else self.turns, Turns),
         ):
             if not isinstance(value, kind):
-                raise InputError(f"{name} must be a tim_jax.{kind.__name__}, got {value!r}")
+                raise InputError(f"{name} must be a tim_jax.{kind.__name__}, got {shown(value)}")
 
     @property
     def stops_unless_exact(self) -> bool:

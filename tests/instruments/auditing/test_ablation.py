@@ -15,7 +15,7 @@ from tim_jax.app.jobs.benches import Bench
 from tim_jax.app.run import charts
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.auditing import ablation
-from tim_jax.model import hf
+from tim_jax.model import calibration, hf
 
 DIAL = dials.dial(
     {"name": "log_prob_noise", "std": 0.01, "by": "probability"},
@@ -155,8 +155,11 @@ def test_a_dial_from_text_and_from_files(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path, capsys):
-    hf.save(tmp_path / "model", tiny.params(dials.CONFIG), dials.CONFIG)
+def test_the_command(tmp_path, capsys, monkeypatch):
+    """Of a model folder; tests/app/test_cli.py has that of a run."""
+    monkeypatch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
+    short = replace(dials.CONFIG, max_positions=24)
+    hf.save(tmp_path / "model", tiny.params(dials.CONFIG), short)
     files = {name: tmp_path / name for name in ("json", "markdown", "chart")}
     arguments = [
         "audit",
@@ -170,6 +173,7 @@ def test_the_command(tmp_path, capsys):
     assert "exact where the sampler is the learner's own" in capsys.readouterr().out
     record = json.loads((tmp_path / "json.txt").read_text())
     assert len(record["cases"]) == 2
+    assert all(case["metrics"]["tokens"] > 6 for case in record["cases"])
     assert (tmp_path / "chart.png").exists()
     assert "| sampler |" in (tmp_path / "markdown.txt").read_text()
     assert cli.main([*arguments, "--prompts", "0"]) == 2

@@ -96,11 +96,11 @@ CASES = (
 )
 
 
-def run(cases=CASES, numerics=(tiny.NUMERICS,), **options):
+def run(cases=CASES, numerics=(tiny.NUMERICS,), config=tiny.CONFIG, **options):
     return list(
         auditing.audit(
-            tiny.params(),
-            tiny.CONFIG,
+            tiny.params(config),
+            config,
             numerics=numerics,
             cases=cases,
             sizes=SIZES,
@@ -132,12 +132,14 @@ def test_an_audit_of_exact_numerics_passes_and_its_control_differs():
 
 @pytest.mark.slow
 def test_a_learner_and_a_sampler_on_a_mesh_have_the_bits_of_episodes():
-    results = run(auditing.placed_episodes(tiny.CONFIG, SIZES, Placement(fsdp=2)), control=False)
+    config = replace(tiny.CONFIG, num_layers=1)
+    cases = auditing.placed_episodes(config, SIZES, Placement(fsdp=2))
+    results = run(cases, config=config, control=False)
     assert [r.name for r in results] == [
         f"episodes: {who}, fsdp=2" for who in ("learner", "sampler")
     ]
     assert all(result.passed for result in results)
-    assert results[0].compared_tokens == results[1].compared_tokens > 20
+    assert results[0].compared_tokens == results[1].compared_tokens > 10
 
 
 def test_native_numerics_themselves_fail():

@@ -77,11 +77,8 @@ def test_an_update_takes_at_most_22_bytes_a_parameter():
     ("what", "dtype", "lora"),
     [
         ("update", "bfloat16", None),
-        pytest.param("update", "bfloat16", Lora(4), marks=pytest.mark.slow),
         pytest.param("update", "float32", Lora(4), marks=pytest.mark.slow),
-        pytest.param("update", "float32", None, marks=pytest.mark.slow),
         pytest.param("sampling", "bfloat16", None, marks=pytest.mark.slow),
-        pytest.param("sampling", "float32", None, marks=pytest.mark.slow),
     ],
 )
 def test_an_estimate_is_near_what_the_compiler_says(what, dtype, lora):

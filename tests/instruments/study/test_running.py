@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -446,37 +447,85 @@ def test_bad_arguments_end_in_one_line(capsys, file):
         assert line.count("\n") == 1
 
 
-def command(file, *words):
-    return [sys.executable, "-m", "tim_jax", "study", str(file), *words]
+# Two arms of the same programs, which a moment compiles; a step takes long enough to be met.
+KILLED = """
+base = "run.toml"
+hypothesis = "longer problems have longer responses"
+seeds = [3]
+
+[common]
+steps = 20
+exact = "report"
+numerics.family = "native"
+model.architecture.num_layers = 1
+task.reward = "slow_rewards:by_length"
+task.reward_in_process = true
+warmup.steps = 0
+eval.every = 0
+[dial.short]
+task.parameters.digits = [1, 3]
+[dial.long]
+task.parameters.digits = [2, 3]
+[outcome]
+metric = "reward"
+"""
+REWARDS = """
+import time
 
 
+def by_length(prompts, completions, answers):
+    time.sleep(0.1)
+    return [len(completion) / 8 for completion in completions]
+"""
 # One depth alone: below it a run makes and removes folders while they are looked through.
 METRICS = "runs/*/*/metrics.jsonl"
 
 
+def started(file, folder, *words):
+    """`tim-jax study`, beside the file with the rewards."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tim_jax", "study", str(file), "--folder", str(folder), *words],
+        cwd=file.parent,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finished(*arguments):
+    """What a study says that comes to its end."""
+    process = started(*arguments)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    return out
+
+
 def results(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.glob(METRICS))
-    }
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob(METRICS)}
+
+
+def at_work(folder):
+    """How many runs have written a step; the first line is of the start."""
+    return sum(lines.count(b"\n") > 1 for lines in results(folder).values())
 
 
 @pytest.mark.slow
 def test_a_study_that_is_killed_goes_on_to_the_same_result(file, tmp_path):
-    """Killed once the first run has written a step, with SIGKILL and then with SIGTERM."""
-    text = FILE.replace("[correction.none]", "").split("[correction.tis]")[0]
-    file.write_text(text.replace("seeds = [3, 4]", "seeds = [3]") + "[common]\nsteps = 4\n")
+    """SIGKILL when the first run has written a step, which goes on; SIGTERM when the second has."""
+    file.write_text(KILLED)
+    (tmp_path / "slow_rewards.py").write_text(REWARDS)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    subprocess.run(command(file, "--jobs", "2", "--folder", str(whole)), check=True)
-    for end in (signal.SIGKILL, signal.SIGTERM):
-        process = subprocess.Popen(command(file, "--folder", str(cut)))
-        before = len(list(cut.glob(METRICS)))
-        while process.poll() is None and len(list(cut.glob(METRICS))) <= before:
+    finished(file, whole, "--jobs", "2")
+    for runs, (end, status) in enumerate(((signal.SIGKILL, -9), (signal.SIGTERM, 143))):
+        process = started(file, cut)
+        while process.poll() is None and at_work(cut) <= runs:
             time.sleep(0.05)
         process.send_signal(end)
-        process.wait()
-    done = subprocess.run(command(file, "--folder", str(cut)), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+        _, err = process.communicate()
+        assert process.returncode == status, err
+    finished(file, cut)
+    assert "resumed after step" in (cut / "runs" / "long" / "seed-3.log").read_text()
+    assert len(results(whole)) == 2
     assert results(cut) == results(whole)
-    assert len(results(whole)) == 3
-    again = subprocess.run(command(file, "--folder", str(cut)), capture_output=True, text=True)
-    assert "3 runs, 3 of them done" in again.stdout
+    assert "2 runs, 2 of them done" in finished(file, cut)

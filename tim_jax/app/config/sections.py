@@ -2,7 +2,7 @@
 
 Where the library has the value already (`Placement`, `Sampling`, `DatasetSource`, ...), that value
 is the section, with its own defaults and checks; a section that needs more keys extends it. What
-several sections say together is checked by `config.RunConfig`.
+several sections say together is checked by `run.RunConfig`.
 """
 
 import re

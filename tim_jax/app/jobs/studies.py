@@ -6,6 +6,7 @@ from typing import Any
 
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
+from tim_jax.common import waiting
 from tim_jax.common.inputs import expanded
 from tim_jax.common.inputs import shipped as shipped_path
 from tim_jax.instruments.study import definition, measurement, running, verdicts
@@ -75,7 +76,8 @@ def _measure(study: GradientStudy, base: dict[str, Any], folder: Path, *, source
     one = running.state(study, [run], folder, seeds=[seed])
     running.run(one, jobs=1, say=_say)
     policy = measurement.trained(run.config(seed, one.runs[0].folder))
-    for record in measurement.measure(study, policy, configs, folder):
+    records = measurement.measure(study, policy, configs, folder)
+    for record in waiting.each(records, "measuring gradients", about=waiting.COMPILES):
         bias = measurement.estimate(record, measurement.RECOMPUTE, "bias")
         _say(
             f"{record['horizon']}, {record['source']}: squared bias {bias.value:.3g}"

@@ -1,4 +1,4 @@
-"""Writers of metrics: JSON lines always, TensorBoard and Weights & Biases by choice.
+"""Writers of metrics: JSON lines always; TensorBoard, Weights & Biases and MLflow by choice.
 
 A sink takes `write(step, values)` and `close()`. Values are scalars (of Python, NumPy or JAX),
 strings, arrays, or lists and mappings of them. Nothing here decides what is measured.

@@ -3,6 +3,7 @@
 import html
 import itertools
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -152,9 +153,15 @@ def text(record: dict[str, Any]) -> str:
     lines += [f"warning: {line}" for line in record["warnings"]]
     shown = [one for one in record["explanations"] if _worth_showing(one)][:_SHOWN]
     if shown:
-        lines += ["", f"{'explanation':<34} {'gain, nats':>12} {'of the gap':>11}"]
-        lines += [f"{one['name']:<34} {one['gain']:>12.1f} {_share(one):>11}" for one in shown]
+        lines += ["", f"{'gain, nats':>11}  {'of the gap':<11}  explanation"]
+        lines += [_row(one) for one in shown]
     return "\n".join(lines)
+
+
+def _row(one: dict[str, Any]) -> str:
+    """Of the table of explanations, whose names may be long: 80 columns at most."""
+    numbers = f"{one['gain']:>11.1f}  {_share(one):<11}  "
+    return numbers + f"\n{' ' * len(numbers)}".join(textwrap.wrap(one["name"], 80 - len(numbers)))
 
 
 def _worth_showing(one: dict[str, Any]) -> bool:

@@ -584,5 +584,7 @@ def _template_options(row: Row) -> Mapping[str, Any]:
         )
     options = asked.get("chat_template_kwargs") or {}
     if not isinstance(options, Mapping):
-        raise InputError(f"{row.where}: chat_template_kwargs must be a mapping, got {options!r}")
+        raise InputError(
+            f"{row.where}: chat_template_kwargs must be a mapping, got {shown(options)}"
+        )
     return options

@@ -91,7 +91,7 @@ class Place:
     predicted: float | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Verdict:
     """What a diagnosis found.
 
@@ -125,6 +125,11 @@ class Verdict:
     def normal(self) -> bool:
         """False for a fault."""
         return self.state != "fault"
+
+    def __repr__(self) -> str:
+        best = "nothing" if self.best is None else self.best.explanation.name
+        sizes = ", ".join(f"{name} {value:.3g}" for name, value in self.sizes.items())
+        return f"Verdict({self.state}, {len(self.tokens.sequence)} tokens, best {best}, {sizes})"
 
 
 def diagnose(
@@ -185,7 +190,8 @@ def _by_forwards(tried: Iterable[Variant], tokens: Tokens, known: Sequence[Judge
             found.append((variant, _try(variant, few, total)))
     if len(many.responses) > len(few.responses):
         again = _promising(found, known, sizes_of(tokens.recorded - tokens.evidence.exact))
-        found = [(v, _try(v, many, total) if v in again else each) for v, each in found]
+        more = {v: _try(v, many, total) for v in _announced(again, len(again), more=True)}
+        found = [(v, more.get(v, each)) for v, each in found]
     return [one for _, each in found for one in each]
 
 
@@ -267,7 +273,8 @@ def _in_some_layers(judged: Sequence[Judged], tokens: Tokens, forward: Forward) 
     layers = forward.execution.config.num_layers
     some = _some_rows(tokens, max(_FEW, _OF_A_LAYER * layers, total // (layers + 2)))
     found = (
-        variants.in_some_layers(forward, some, quantised[one.explanation.name]) for one in near
+        variants.in_some_layers(forward, some, quantised[one.explanation.name])
+        for one in waiting.each(near, "looking for the layers whose weights are quantised")
     )
     return [judge(one, some, null(some), total) for one in found if one is not None]
 
@@ -440,14 +447,19 @@ def _leaves_nothing(judged: Judged) -> bool:
     return bool(judged.gain > DECISIVE and np.abs(left).max(initial=0.0) < _NOTHING_LEFT)
 
 
-def _announced(tried: Iterable[Variant], most: int) -> Iterator[Variant]:
-    """The variants, each said to whoever waits if nothing was said for a while."""
+def _announced(tried: Iterable[Variant], most: int, *, more: bool = False) -> Iterator[Variant]:
+    """The variants, each said to whoever waits if nothing was said for a while.
+
+    Args:
+      more: they were tried before, and now on more rows.
+    """
+    where = " on more rows" if more else ""
     before = time.monotonic()
     for number, variant in enumerate(tried, 1):
         if time.monotonic() - before > waiting.SECONDS:
             before = time.monotonic()
             waiting.say(
-                f"trying {variant.name}, alternative {number} of at most {most}"
+                f"trying {variant.name}{where}, alternative {number} of at most {most}"
                 f" ({waiting.COMPILES})"
             )
         yield variant
