@@ -1,6 +1,7 @@
 """Rollouts of other systems, in the shapes that these document, and what is refused of them."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -592,3 +593,9 @@ def test_errors_of_one_kind_are_one_line_with_a_count(tmp_path):
     )
     assert second == f"{file}, line 32: 1 logprobs for 2 tokens"
     assert caught.value.summary == "31 of 32 rows are bad; --skip-bad diagnoses the other 1"
+
+
+def test_the_page_lists_every_name_that_is_read():
+    page = (Path(__file__).parents[3] / "docs" / "diagnose.md").read_text()
+    for key, names in readers.NAMES.items():
+        assert f"| `{key}` | {', '.join(f'`{name}`' for name in names)} |" in page

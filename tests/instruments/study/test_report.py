@@ -54,6 +54,13 @@ def test_a_page_is_whole_small_and_asks_no_network(study_folder, tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in images)
 
 
+def test_a_figure_that_stands_alone_says_what_its_lines_are(study_folder):
+    one = report.section(study_folder)
+    title = report._signed("Reward", one.lines, "tim-jax report x")
+    assert title["subtitle"][0].startswith("Thick lines are means over 2 seeds")
+    assert "tim-jax report x" in title["subtitle"][1]
+
+
 def test_folders_of_one_name_have_figures_of_their_own(study_folder, tmp_path):
     other = tmp_path / "elsewhere" / study_folder.name
     shutil.copytree(study_folder, other)

@@ -44,11 +44,11 @@ PANELS = (
     Panel("mismatch/ess_sequence", "Effective sample size", "share of the sequences"),
     Panel("update_skew_positive", "Update skew, positive advantages", "mean C"),
     Panel("update_skew_negative", "Update skew, negative advantages", "mean C"),
-    Panel("gradient_norm", "Gradient norm", ""),
+    Panel("gradient_norm", "Gradient norm", "norm of all parameters"),
     Panel("noise_scale", "Gradient noise scale", "sequences"),
     Panel("entropy", "Entropy", "nats a token"),
-    Panel("learning_rate", "Learning rate", ""),
-    Panel("exact_share", "Exact share of the tokens", ""),
+    Panel("learning_rate", "Learning rate", "a step"),
+    Panel("exact_share", "Exact share of the tokens", "share"),
 )
 
 

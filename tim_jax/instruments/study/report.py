@@ -34,6 +34,7 @@ class Section(NamedTuple):
     tables: list[Table]
     figures: dict[str, Any]  # title -> chart
     completions: list[tuple[str, list[str]]]  # of what, and what
+    lines: str = ""  # what lines and bands of the figures are
 
 
 def section(folder: Path) -> Section:
@@ -101,15 +102,16 @@ def _of_runs(
     notes = [f"{r.arm}, seed {r.seed}: {r.note}" for r in runs if r.note]
     if notes:
         tables = [*tables, Table("Not finished", ["run"], [[note] for note in notes])]
-    figures = {}
+    figures, lines = {}, ""
     if any(run.lines for run in runs):
         surges = sorted({s for s in map(surge_step, runs) if s})
         table = load(folder)
         figures = findings.training_panels(table, controls=controls, surges=surges)
-        said = [*said, _lines_in_words(runs, controls)]
+        lines = _lines_in_words(runs, controls)
+        said = [*said, f"In the figures of runs: {lines[0].lower()}{lines[1:]}."]
         tables = [*tables, *findings.dynamics(table)]
     shown = [pair for run in runs[:1] for pair in _completions(run)]
-    return Section(title, said, tables, figures, shown)
+    return Section(title, said, tables, figures, shown, lines)
 
 
 def _lines_in_words(runs: Sequence[RunLines], controls: Sequence[str]) -> str:
@@ -122,7 +124,7 @@ def _lines_in_words(runs: Sequence[RunLines], controls: Sequence[str]) -> str:
             " deviation of the seeds to both sides"
         )
     dashed = "; controls are dashed, in the colour of their arm" if controls else ""
-    return f"In the figures of runs: {lines[0].lower()}{lines[1:]}{dashed}."
+    return f"{lines}{dashed}"
 
 
 def surge_step(run: RunLines) -> int:
@@ -189,7 +191,7 @@ def write(folders: Sequence[Path], out: Path) -> list[Path]:
             for title, chart in one.figures.items():
                 path = out.with_name(f"{out.stem}-{name}-{_slug(title)}.png")
                 image = chart.properties(
-                    width=_WIDTH, background="white", title=_signed(title, command)
+                    width=_WIDTH, background="white", title=_signed(title, one.lines, command)
                 )
                 image.save(str(path), format="png", scale_factor=2)
                 written.append(path)
@@ -198,10 +200,10 @@ def write(folders: Sequence[Path], out: Path) -> list[Path]:
     return written
 
 
-def _signed(title: str, command: str) -> dict[str, Any]:
-    """The title of a figure that stands alone."""
+def _signed(title: str, lines: str, command: str) -> dict[str, Any]:
+    """The title of a figure that stands alone: what is drawn how, and what made it."""
     of = {"subtitleFontSize": 8, "subtitleColor": "#777777"}
-    return {"text": title, "subtitle": pages.made_by(command), **of}
+    return {"text": title, "subtitle": [*filter(None, [lines, pages.made_by(command)])], **of}
 
 
 def _names(sections: Sequence[Section]) -> Iterator[str]:
