@@ -138,10 +138,11 @@ def share_even(prompts, completions, **_):
     return [np.mean([int(word) % 2 == 0 for word in text.split()]) for text in completions]
 
 
-def train(steps):
+CHAIN = optax.chain(optax.adamw(1e-3), schedules.length_triggered_decay())
+
+
+def train(cluster, steps, chain=CHAIN):
     """The learner after this many steps."""
-    cluster = make_cluster()
-    chain = optax.chain(optax.adamw(1e-3), schedules.length_triggered_decay())
     cluster.actor_trainer.optimizer = Optimizer(cluster.actor_trainer.model, chain)
     config = GRPOConfig(num_generations=4, num_iterations=1, beta=0.0, epsilon=0.2)
     learner = CorrectedLearner(rl_cluster=cluster, algo_config=config, reward_fns=share_even)
@@ -152,7 +153,7 @@ def train(steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=3)
-    learner = train(parser.parse_args().steps)
+    learner = train(make_cluster(), parser.parse_args().steps)
     decay = schedules.decay_report(learner.rl_cluster.actor_trainer.optimizer.opt_state)
     print({name: float(value) for name, value in decay.items()})
 
