@@ -88,7 +88,9 @@ def dashes(names: Sequence[str], dashed: Sequence[str] = ()) -> dict[str, list[i
 
 def _scales(alt: Any, names: Sequence[str], dashed: Sequence[str] = ()) -> dict[str, Any]:
     """The encodings by which lines are told apart, with one legend below."""
-    legend = alt.Legend(title=None, orient="bottom", columns=2, labelLimit=320, symbolSize=300)
+    legend = alt.Legend(
+        title=None, orient="bottom", columns=2, labelLimit=320, symbolSize=300, symbolOpacity=1
+    )
     legend.symbolType = "stroke"  # a line, as in the figure
 
     def encoding(kind: Any, values: Mapping[str, Any]) -> Any:
