@@ -4,7 +4,7 @@ import html
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -151,11 +151,20 @@ def text(record: dict[str, Any]) -> str:
     more = len(record["turns"]) - _ROWS
     lines += [f"and {more} more episodes with turns that changed"] if more > 0 else []
     lines += [f"warning: {line}" for line in record["warnings"]]
-    shown = [one for one in record["explanations"] if _worth_showing(one)][:_SHOWN]
+    worth = filter(_worth_showing, record["explanations"])
+    shown = _first_of_each_name(worth)[:_SHOWN]
     if shown:
         lines += ["", f"{'gain, nats':>11}  {'of the gap':<11}  explanation"]
         lines += [_row(one) for one in shown]
     return "\n".join(lines)
+
+
+def _first_of_each_name(explanations: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The likeliest of each name: one may hold in all rows, and in nearly all as well."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in explanations:
+        found.setdefault(one["name"], one)
+    return list(found.values())
 
 
 def _row(one: dict[str, Any]) -> str:
