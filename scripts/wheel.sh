@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Builds the wheel, installs it into an empty environment, and tries it in an empty folder: the first
-# step of the quickstart, an audit, the shipped studies, the model that comes along, and the corrections
-# in a trainer of one's own. The wheel is left in dist/.
+# Builds the source package, and from it the wheel. Installs the wheel into an empty environment, and
+# tries it in an empty folder: the first step of the quickstart, an audit, the shipped studies, the model
+# that comes along, and the corrections in a trainer of one's own. Both are left in dist/.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 here="$PWD" python=$(find_python)
 empty=$(mktemp -d)
 trap 'rm -rf "$empty"' EXIT
+"$python" -m venv "$empty/build"
+"$empty/build/bin/python" -m pip install --quiet build
+"$empty/build/bin/python" -m build --outdir dist . >/dev/null
 "$python" -m venv "$empty/venv"
-"$empty/venv/bin/python" -m pip wheel --quiet --no-deps --wheel-dir dist .
 "$empty/venv/bin/python" -m pip install --quiet "$(ls -t dist/tim_jax-*.whl | head -1)"
 export JAX_PLATFORMS=cpu PATH="$empty/venv/bin:$PATH"
 cd "$empty"

@@ -46,7 +46,7 @@ def each(
     left, number = iter(items), 0
 
     def so_far() -> str:
-        return doing if total is None else f"{doing}, {number + 1} of {total},"
+        return doing if total is None else f"{doing}, {min(number + 1, total)} of {total},"
 
     with _watched(so_far, about):
         while True:
