@@ -241,9 +241,16 @@ def files(folder):
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_in_the_middle_of_any_file_is_one_line(work, whole):
-    """One run, whose starts come to ever larger files: its config, a checkpoint, its model, ..."""
+    """Starts of a run that begins, and of one that has its last checkpoint but one.
+
+    orbax cuts the arrays of a checkpoint into files by chance, so that one may be larger than a
+    model. In the second run the model is written before any checkpoint.
+    """
     for number, (name, size) in enumerate(too_small().items()):
         run = f"short-{number}"
+        if name == ".model.new":
+            shutil.rmtree(run)
+            cut(run)
         with limited(size):
             outcome = start(run)
         refused(outcome, "File too large")
@@ -256,8 +263,8 @@ def test_a_disk_that_is_full_in_the_middle_of_any_file_is_one_line(work, whole):
 def too_small():
     """What a line says, and the size that is too small for that file, but not for those before it.
 
-    A model is written before the last checkpoint, so that the step whose lines do not fit is done
-    again, after a checkpoint that is there.
+    The model is written before the last checkpoint, so that after it the step is done again whose
+    lines do not fit.
     """
 
     def size(pattern):
