@@ -140,7 +140,7 @@ _PLAIN = frozenset(
 def pytest_addoption(parser):
     parser.addoption("--optimised", action="store_true", help="compile all tests as users do")
     parser.addoption("--part", choices=["plain", "rest"], help="those compiled in one way alone")
-    about = "a time, in seconds since 1970, after which no test begins; the order is drawn by it"
+    about = "when all must have ended, in seconds since 1970 (see CONTRIBUTING.md)"
     parser.addoption("--until", type=int, help=about)
 
 
@@ -173,9 +173,15 @@ def _order_of_modules(config, items) -> dict[Path, int]:
     return {path: place for place, path in enumerate(paths)}
 
 
+# Of a slow test on a slow machine. Those that may take longer say so: `pytest.mark.slow(minutes=9)`.
+_MINUTES = 4
+
+
 def pytest_runtest_setup(item):
     until = item.config.getoption("--until")
-    if until is not None and time.time() > until:
+    mark = item.get_closest_marker("slow")
+    minutes = _MINUTES if mark is None else mark.kwargs.get("minutes", _MINUTES)
+    if until is not None and time.time() + 60 * minutes > until:
         pytest.skip("NOT RUN: the time was up (--until)")
 
 

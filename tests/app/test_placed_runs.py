@@ -154,7 +154,7 @@ def test_a_run_that_draws_ahead_is_resumed_and_may_be_placed_otherwise(
     assert steps[-1]["drift/log_ratio_abs_mean"] > steps[0]["drift/log_ratio_abs_mean"] == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=8)
 def test_a_run_on_a_mesh_goes_on_on_another(tmp_path, capsys, measured_once):
     """Trains under fsdp and tensor, resumes under data, evaluates, and samples from the result."""
     config, folder = tmp_path / "run.toml", tmp_path / "run"

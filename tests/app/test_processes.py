@@ -230,7 +230,7 @@ def wait_until(happened, running):
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=12)
 def test_several_processes_have_the_bits_of_one_whatever_ends_them(work):
     """One run by two processes, twice; then by one, to its last step; then its end, by four.
 

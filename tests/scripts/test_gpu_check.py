@@ -260,7 +260,7 @@ def test_an_unknown_part_is_refused(tmp_path):
     assert "exactness, accuracy, kernels, speed" in found.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=15)
 def test_every_part_runs_on_a_cpu_at_small_sizes(tmp_path):
     found = check("--smoke", "--out", str(tmp_path), seconds=3600)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]

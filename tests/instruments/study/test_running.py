@@ -510,7 +510,7 @@ def at_work(folder):
     return sum(lines.count(b"\n") > 1 for lines in results(folder).values())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=6)
 def test_a_study_that_is_killed_goes_on_to_the_same_result(file, tmp_path):
     """SIGKILL when the first run has written a step, which goes on; SIGTERM when the second has."""
     file.write_text(KILLED)
