@@ -173,7 +173,7 @@ def _order_of_modules(config, items) -> dict[Path, int]:
     return {path: place for place, path in enumerate(paths)}
 
 
-# Of a slow test on a slow machine. Those that may take longer say so: `pytest.mark.slow(minutes=9)`.
+# Of a slow test on a slow machine. Some may take longer, and say so: `pytest.mark.slow(minutes=9)`.
 _MINUTES = 4
 
 
