@@ -191,9 +191,12 @@ def test_what_a_truncation_kept_is_scored_and_learnt_under(model):
     np.testing.assert_allclose(tim.score(model, massed), drawn.log_probs, atol=1e-5)
     step = tim.learn(model, supported, REWARDS, optimizer=SGD)
     assert step.metrics["exact_share"] == 1.0
+    # Without padding, and in recompute mode.
+    how = {"correction": corrections.token_tis(cap=1.05), "optimizer": SGD}
     packed = model.training(micro_batch_tokens=64)
-    step = tim.learn(model, supported, REWARDS, optimizer=SGD, training=packed)
-    assert step.metrics["exact_share"] == 1.0
+    step = tim.learn(model, supported, REWARDS, training=packed, **how)
+    assert step.started.programs.training.learning.mode == "recompute"
+    assert step.metrics["exact_share"] == step.metrics["correction/coefficient_mean"] == 1.0
     near = tim.learn(model, massed, REWARDS, optimizer=SGD)
     assert near.metrics["mismatch/log_ratio_abs_max"] < 1e-5
     entropy = replace(objectives.grpo(), entropy_coefficient=0.1)
