@@ -63,9 +63,10 @@ def synthetic(vocabulary=300, count=40, seed=0, spread=3.0):
     return logits.astype(np.float64), tokens, evidence_of(logits, tokens)
 
 
-def evidence_of(logits, tokens):
-    vocabulary = logits.shape[1]
-    program = jax.jit(lambda *x: evidence._summary(*x, vocabulary, (1, 2)))
+def evidence_of(logits, tokens, size=None):
+    """Of a model whose tokenizer has `size` of the tokens, or all."""
+    size = logits.shape[1] if size is None else size
+    program = jax.jit(lambda *x: evidence._summary(*x, size, (1, 2)))
     found = jax.device_get(program(jnp.asarray(logits), jnp.asarray(tokens)))
     found["exact"] = found["raw"] = found["logit"]
     stop = found.pop("stop")
@@ -188,6 +189,29 @@ def test_a_temperature_is_fitted_on_the_tokens_that_the_model_drew():
     assert verdict.material(found)
 
 
+def in_tens(ids, recorded, seen, size):
+    """Tokens of responses of ten each, of a tokenizer of that size."""
+    lasts = np.arange(10, len(ids) + 1, 10) - 1
+    pairs = zip(*(np.split(np.asarray(x), lasts[:-1] + 1) for x in (ids, recorded)), strict=True)
+    responses = tuple(Response("row", (1,), tuple(own), x, Distribution()) for own, x in pairs)
+    seen = seen._replace(end_stop=np.zeros(len(lasts)))
+    return explanations.Tokens(responses, seen, (1, 2), 64, size)
+
+
+def test_a_softmax_over_the_tokenizers_tokens_alone_is_named():
+    rng = np.random.default_rng(0)
+    logits = (2 * rng.standard_normal((300, 64))).astype(np.float32)
+    ids = np.argmax(logits[:, :50] + rng.gumbel(size=(300, 50)), axis=1).astype(np.int32)
+    recorded = jax.nn.log_softmax(jnp.asarray(logits)[:, :50])[np.arange(300), ids]
+    seen = evidence_of(logits, ids, size=50)
+    seen = seen._replace(exact=np.asarray(jax.nn.log_softmax(logits)[np.arange(300), ids]))
+    found = all_judged(in_tens(ids, recorded, seen, 50))
+    best = max(found.values(), key=lambda one: one.gain)
+    assert best.explanation.name == "cut_vocabulary"
+    assert best.share > 0.99
+    assert verdict.material(best)
+
+
 @pytest.mark.parametrize("count", [300, 3000])
 def test_a_temperature_of_draws_and_log_probs_is_told_from_one_of_log_probs_alone(count):
     """Log-probs agree to rounding, so the temperature has to be fitted as closely."""
@@ -195,12 +219,8 @@ def test_a_temperature_of_draws_and_log_probs_is_told_from_one_of_log_probs_alon
     logits = (2 * rng.standard_normal((count, 64))).astype(np.float32)
     ids = np.argmax(logits / 0.8 + rng.gumbel(size=logits.shape), axis=1).astype(np.int32)
     recorded = jax.nn.log_softmax(jnp.asarray(logits) / 0.8)[np.arange(count), ids]
-    lasts = np.arange(10, count + 1, 10) - 1
-    pairs = zip(*(np.split(np.asarray(x), lasts[:-1] + 1) for x in (ids, recorded)), strict=True)
-    seen = evidence_of(logits, ids)._replace(end_stop=np.zeros(len(lasts)))
-    seen = seen._replace(exact=np.asarray(jax.nn.log_softmax(logits)[np.arange(count), ids]))
-    responses = tuple(Response("row", (1,), tuple(own), x, Distribution()) for own, x in pairs)
-    tokens = explanations.Tokens(responses, seen, (1, 2), 64, 64)
+    exact = np.asarray(jax.nn.log_softmax(logits)[np.arange(count), ids])
+    tokens = in_tens(ids, recorded, evidence_of(logits, ids)._replace(exact=exact), 64)
     tried, base = explanations._temperatures(tokens, tokens), explanations.null(tokens)
     found = {one.name: verdict.judge(one, tokens, base) for one in tried}
     both, one = found["temperature"], found["recorded_temperature"]
@@ -444,17 +464,26 @@ def test_unexplained_and_larger_than_numerics_is_a_fault_at_its_first_token():
 
 @pytest.mark.slow
 def test_other_weights_and_other_prompts_are_named():
+    def recorded_by(made):
+        seen = evidence.gather(forward()._replace(weights=made), found)
+        parts = np.split(seen.exact, np.cumsum([len(r) for r in found])[:-1])
+        return [row | {"logprobs": x.tolist()} for row, x in zip(drawn, parts, strict=True)]
+
+    drawn = sampled()
+    found = collect(readers.read(drawn), limits=LIMITS).responses
     old = jax.jit(tiny.EXECUTION.prepare)(tiny.moved(tiny.params(), 0.02))
     less = jax.tree.map(lambda x: 0.99 * x, weights())
     others = [variants.Candidate("step 1", less), variants.Candidate("step 2", old)]
-    drawn = sampled()
-    found = collect(readers.read(drawn), limits=LIMITS).responses
-    seen = evidence.gather(forward()._replace(weights=old), found)
-    parts = np.split(seen.exact, np.cumsum([len(r) for r in found])[:-1])
-    stale = [row | {"logprobs": x.tolist()} for row, x in zip(drawn, parts, strict=True)]
-    named = diagnosed(stale, others=others)
-    assert named.best.explanation.name == "weights of step 2"
-    assert named.best.share > 0.99
+    average = jax.tree.map(lambda x, y: (x + y) / 2, weights(), old)
+    coarse = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), weights())
+    for name, made in (
+        ("weights of step 2", old),
+        ("weights half way to step 2", average),
+        ("weights on a bfloat16 grid", coarse),
+    ):
+        named = diagnosed(recorded_by(made), others=others)
+        assert named.best.explanation.name == name
+        assert named.best.share > 0.99
     # The trainer lost the prompts' last token.
     shorter = [row | {"prompt_token_ids": [4, *row["prompt_token_ids"]]} for row in drawn]
     longer = [row | {"prompt_token_ids": [*row["prompt_token_ids"], 4]} for row in drawn]
