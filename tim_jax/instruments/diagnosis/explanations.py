@@ -109,13 +109,8 @@ def _grid_minimum(
 def _minimum(
     loss: Callable[[float], float], low: float, high: float, *, within: float = 1e-5
 ) -> float:
-    result = cast(
-        Any,
-        optimize.minimize_scalar(
-            loss, bounds=(low, high), method="bounded", options={"xatol": within}
-        ),
-    )
-    return float(result.x)
+    how: Any = {"bounds": (low, high), "method": "bounded", "options": {"xatol": within}}
+    return float(cast(Any, optimize.minimize_scalar(loss, **how)).x)
 
 
 def penalty(parameters: int, count: int) -> float:
