@@ -90,14 +90,17 @@ def test_a_mistake_in_a_config_is_named_before_anything_heavy_is_imported(comman
 
 
 def test_a_mistake_in_a_config_is_named_in_about_a_second():
-    """Of CPU time, which another job on the machine stretches less than time by the clock."""
+    """Of CPU time, which another job on the machine stretches less than time by the clock.
+
+    The least of up to five: two cores that share a cache with other jobs have taken a fifth more.
+    """
 
     def seconds():
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         return used.ru_utime + used.ru_stime
 
     taken = []
-    for _ in range(2):
+    while len(taken) < 5 and min(taken, default=9.0) >= 2.0:
         before = seconds()
         assert imported("train", "configs/quickstart.toml", "lerner.mode=bypass")[0] == 2
         taken.append(seconds() - before)
