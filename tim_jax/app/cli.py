@@ -242,12 +242,13 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from tim_jax.app.jobs import models
 
     metrics = models.evaluate_run(config, model=arguments.model)
-    errors = metrics | {f"{x}_error": metrics["reward_error"] for x in metrics if x[:5] == "mean@"}
     for name, value in metrics.items():
-        if not name.endswith("_error"):
-            error = errors.get(f"{name}_error")
-            interval = "" if error is None else f" ± {1.96 * error:.4f} (95%)"
-            print(f"{name:>12}  {value:.4f}{interval}")
+        if name.endswith("_error"):
+            continue
+        mean = "reward" if name.startswith("mean@") else name  # the same number
+        error = metrics.get(f"{mean}_error")
+        interval = "" if error is None else f" ± {1.96 * error:.4f} (95%)"
+        print(f"{name:>12}  {value:.4f}{interval}")
     _write(arguments.json, json.dumps(metrics, indent=2))
     return 0
 

@@ -212,19 +212,21 @@ def test_a_softmax_over_the_tokenizers_tokens_alone_is_named():
     assert verdict.material(best)
 
 
-@pytest.mark.parametrize("count", [300, 3000])
-def test_a_temperature_of_draws_and_log_probs_is_told_from_one_of_log_probs_alone(count):
-    """Log-probs agree to rounding, so the temperature has to be fitted as closely."""
+@pytest.mark.parametrize(("count", "drawn"), [(300, 0.6), (3000, 0.8), (3000, 1.25)])
+def test_a_temperature_of_draws_and_log_probs_is_told_from_one_of_log_probs_alone(count, drawn):
+    """Log-probs agree to rounding, so both have to be fitted as closely, or chance decides."""
     rng = np.random.default_rng(count)
     logits = (2 * rng.standard_normal((count, 64))).astype(np.float32)
-    ids = np.argmax(logits / 0.8 + rng.gumbel(size=logits.shape), axis=1).astype(np.int32)
-    recorded = jax.nn.log_softmax(jnp.asarray(logits) / 0.8)[np.arange(count), ids]
+    ids = np.argmax(logits / drawn + rng.gumbel(size=logits.shape), axis=1).astype(np.int32)
+    recorded = jax.nn.log_softmax(jnp.asarray(logits) / drawn)[np.arange(count), ids]
     exact = np.asarray(jax.nn.log_softmax(logits)[np.arange(count), ids])
     tokens = in_tens(ids, recorded, evidence_of(logits, ids)._replace(exact=exact), 64)
     tried, base = explanations._temperatures(tokens, tokens), explanations.null(tokens)
     found = {one.name: verdict.judge(one, tokens, base) for one in tried}
     both, one = found["temperature"], found["recorded_temperature"]
-    assert both.explanation.parameters["temperature"] == pytest.approx(0.8, rel=1e-5)
+    for judged in (both, one):
+        fitted = judged.explanation.parameters["temperature"]
+        assert fitted == pytest.approx(drawn, rel=1e-7)
     assert both.gain > one.gain + verdict.DECISIVE
 
 
@@ -268,8 +270,21 @@ def test_the_output_of_tools_does_not_hide_a_temperature():
     assert found.best.explanation.parameters["temperature"] == pytest.approx(0.6, rel=0.15)
 
 
+def test_a_table_of_explanations_has_each_once_in_eighty_columns():
+    long = {"name": " ".join(["quantised_weights(int4)"] * 4), "gain": 12.5, "share": 0.5}
+    long |= {"moves": True, "matches": "tokens"}
+    shown = records._first_of_each_name([long, long | {"gain": 3.0}, long | {"name": "x"}])
+    assert [(one["name"], one["gain"]) for one in shown] == [(long["name"], 12.5), ("x", 12.5)]
+    lines = records._row(long).splitlines()
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= 80
+    assert " ".join(lines[1].split()) == "quantised_weights(int4) quantised_weights(int4)"
+
+
 def test_exact_rollouts_have_no_fault_and_equal_bits():
     found = diagnosed(sampled())
+    count = len(found.tokens.sequence)
+    assert repr(found).startswith(f"Verdict(exact, {count} tokens, best nothing, mean 0, ")
     assert found.state == "exact"
     assert found.normal
     exact = found.tokens.evidence.exact

@@ -36,7 +36,9 @@ FLOOR = 2e-6
 NOTHING = -np.log(20.0)
 _FREEDOM = 3.0
 _LEAST_WEIGHT = 0.02
-_TO_THE_BIT = 1e-10  # of a log-temperature: where log-probs agree to 1e-7, more would decide
+_WITHIN = 1e-5  # of what a fit looks for
+# Of a log-temperature. Where log-probs agree to 1e-7, a coarser fit would decide what is named.
+_TEMPERATURE_WITHIN = 1e-9
 _SCALES = np.geomspace(1e-7, 10.0, 33)
 _CONSTANT = -special.betaln(0.5, _FREEDOM / 2) - 0.5 * np.log(_FREEDOM)
 _FITTED = 4096  # tokens that parameters are fitted on
@@ -60,6 +62,7 @@ LEAST_WITHIN = 0.5  # of the gap at those tokens
 _FACTOR = 0.5  # standard deviation of the logarithm of how far sizes may be off
 
 Kind = Literal["none", "numerics", "fault"]
+_Loss = Callable[[float], float]
 
 
 class Fit(NamedTuple):
@@ -97,18 +100,14 @@ def fit_noise(residual: np.ndarray, weight: np.ndarray) -> Fit:
     return Fit(scale, densities(residual, weight, scale))
 
 
-def _grid_minimum(
-    loss: Callable[[float], float], grid: np.ndarray, *, within: float = 1e-5
-) -> float:
+def _grid_minimum(loss: _Loss, grid: np.ndarray, *, within: float = _WITHIN) -> float:
     """Where a loss is least, between the neighbours of the grid's best point."""
     best = int(np.argmin([loss(x) for x in grid]))
     low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
     return _minimum(loss, low, high, within=within)
 
 
-def _minimum(
-    loss: Callable[[float], float], low: float, high: float, *, within: float = 1e-5
-) -> float:
+def _minimum(loss: _Loss, low: float, high: float, *, within: float = _WITHIN) -> float:
     how: Any = {"bounds": (low, high), "method": "bounded", "options": {"xatol": within}}
     return float(cast(Any, optimize.minimize_scalar(loss, **how)).x)
 
@@ -440,7 +439,9 @@ def _temperatures(tokens: Tokens, some: Tokens) -> Iterator[Explanation]:
             change = _at_temperature(x)
             return by_distribution(tokens, change, change if both else None)
 
-        x = _grid_minimum(lambda x: -_likelihood(some, *of(x, some)), grid, within=_TO_THE_BIT)
+        x = _grid_minimum(
+            lambda x: -_likelihood(some, *of(x, some)), grid, within=_TEMPERATURE_WITHIN
+        )
         fitted = float(np.exp(x))
         yield _fault(name, text.format(fitted), of(x, tokens), parameters={"temperature": fitted})
 

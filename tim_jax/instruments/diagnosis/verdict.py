@@ -189,7 +189,8 @@ def _by_forwards(tried: Iterable[Variant], tokens: Tokens, known: Sequence[Judge
         if variant.kind == "fault" or _worth_trying(variant, before, few):
             found.append((variant, _try(variant, few, total)))
     if len(many.responses) > len(few.responses):
-        again = _promising(found, known, sizes_of(tokens.recorded - tokens.evidence.exact))
+        sizes = sizes_of(tokens.recorded - tokens.evidence.exact)
+        again = dict.fromkeys(_promising(found, known, sizes))  # half precision may be twice in it
         more = {v: _try(v, many, total) for v in _announced(again, len(again), more=True)}
         found = [(v, more.get(v, each)) for v, each in found]
     return [one for _, each in found for one in each]

@@ -108,7 +108,7 @@ def _of_runs(
         table = load(folder)
         figures = findings.training_panels(table, controls=controls, surges=surges)
         lines = _lines_in_words(runs, controls)
-        said = [*said, f"In the figures of runs: {lines[0].lower()}{lines[1:]}."]
+        said = [*said, f"{lines}."]
         tables = [*tables, *findings.dynamics(table)]
     shown = [pair for run in runs[:1] for pair in _completions(run)]
     return Section(title, said, tables, figures, shown, lines)
