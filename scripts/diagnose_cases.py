@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import diagnose_table as table
+import diagnose_faults as table
 import jax
 import numpy as np
 

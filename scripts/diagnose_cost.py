@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import bench_common as common
 import bench_exactness_cost as exactness_cost
-import diagnose_table as table
+import diagnose_faults as table
 import jax
 import jax.numpy as jnp
 import numpy as np

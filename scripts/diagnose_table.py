@@ -1,461 +1,55 @@
-"""Makes rollouts with one fault each, diagnoses them, and writes docs/results/diagnose.md.
+"""Diagnoses rollouts with one fault each and sound ones, and writes docs/results/diagnose.md.
 
     python scripts/diagnose_table.py runs/diagnose_table            # faults, then sound engines
     python scripts/diagnose_table.py runs/diagnose_table --parts faults --only shifted --shares 0.1
     python scripts/diagnose_table.py runs/diagnose_table --parts    # the page, of what is there
 
-The model is small and random, with logits that spread as a trained model's do. A fault lies in a
-share of the rows or tokens; the others are those of an engine in float16. What is measured is kept
-in the folder, line by line, and not measured again. Sound rollouts are of transformers; that needs
-torch.
+What is measured is kept in the folder, line by line, and not measured again. The faults are of
+diagnose_faults.py. Sound rollouts are of transformers; that needs torch.
 """
 
 import argparse
 import itertools
 import json
 import platform
-import string
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from diagnose_faults import (
+    BOS,
+    CHAT,
+    CONFIG,
+    LONG,
+    RESPONSE,
+    SHARES,
+    STOPS,
+    TOKENIZER,
+    TOKENS,
+    Fault,
+    Row,
+    Rows,
+    controls,
+    faults,
+    forward,
+    params,
+    prompts,
+    sound,
+)
 
 from tim_jax import mismatch
-from tim_jax.common.types import Prompts
-from tim_jax.instruments.auditing import random_params
 from tim_jax.instruments.diagnosis import readers, variants, verdict
-from tim_jax.instruments.diagnosis.declared import Distribution
-from tim_jax.instruments.diagnosis.evidence import Forward, chances, gather, log_normaliser
-from tim_jax.instruments.diagnosis.explanations import LEAST_MOVE, Tokens
+from tim_jax.instruments.diagnosis.evidence import Forward
+from tim_jax.instruments.diagnosis.explanations import LEAST_MOVE
 from tim_jax.instruments.diagnosis.rollouts import Limits, collect
-from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model import hf
-from tim_jax.model.config import ModelConfig
-from tim_jax.model.execution import Execution, Sampling
-from tim_jax.numerics import Numerics, Rows
-from tim_jax.rl import programs
-from tim_jax.tasks.text import character_tokenizer
 
 ROOT = Path(__file__).parent.parent
-TOKENIZER = character_tokenizer(string.ascii_letters + string.digits + " .,:;+-*/=()!?\n")
-BOS = 2  # plays the part of a token that prompts begin with
-STOPS = (1, 3, 5)
-CONFIG = ModelConfig(
-    model_type="qwen3",
-    vocab_size=len(TOKENIZER) + 4,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=64,
-    max_positions=256,
-    tied_embeddings=False,
-    qk_norm=True,
-)
-NUMERICS = Numerics(rows=Rows(16, 16), attention_rows=Rows(16, 16), kv_block=32, head_rows=64)
-RESPONSE = 32  # tokens at most
-PLAIN = Sampling(RESPONSE)
-
-
-@cache
-def params(seed: int = 0) -> Any:
-    return jax.tree.map(jnp.asarray, random_params(CONFIG, seed))
-
-
-def nudged(scale: float, seed: int = 7) -> Any:
-    """Weights of another time, or without an adapter."""
-    rng = np.random.default_rng(seed)
-
-    def leaf(x):
-        return x + scale * jnp.std(x) * jnp.asarray(rng.standard_normal(x.shape, np.float32))
-
-    return jax.tree.map(leaf, params())
-
-
-@cache
-def prepared(source: float = 0.0) -> Any:
-    return jax.jit(Execution(CONFIG, NUMERICS).prepare)(params() if not source else nudged(source))
-
-
-@cache
-def _sampler(sampling: Sampling, samples: int, drawing: Mismatch) -> Any:
-    execution = Execution(CONFIG, NUMERICS, sampling)
-    return programs.sampling_program(execution, samples=samples, mismatch=drawing)
-
-
-def prompts(count: int, seed: int) -> Prompts:
-    """Ragged, all beginning with BOS."""
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(4, len(TOKENIZER), (count, 12))
-    tokens[:, 0] = BOS
-    return Prompts(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        lengths=jnp.asarray(rng.integers(4, 13, count), jnp.int32),
-        ids=jnp.arange(count, dtype=jnp.int32),
-    )
-
-
-@cache
-def drawn(
-    tokens: int,
-    *,
-    entries: tuple[mismatch.Entry, ...] = (),
-    sampling: Sampling = PLAIN,
-    source: float = 0.0,
-    seed: int = 0,
-    stops: tuple[int, ...] = STOPS,
-) -> list[dict[str, Any]]:
-    """Rows of at least `tokens` response tokens, in whole responses."""
-    sampling = replace(sampling, max_tokens=RESPONSE, stop_tokens=stops)
-    whole = Mismatch(entries)
-    samples, rows, count = 4, [], 0
-    for part in range(1000):
-        given, key = prompts(4, seed * 1000 + part), jax.random.key(seed * 1000 + part)
-        sample = _sampler(sampling, samples, whole.drawing)
-        rollout = sample(whole.weights(prepared(source)), given, key)
-        rollout = dial.report(rollout, given, key, mismatch=whole, samples=samples)
-        for row in as_rows(jax.device_get(rollout)):
-            rows.append(row)
-            count += len(row["response_token_ids"])
-            if count >= tokens:
-                return rows
-    raise AssertionError("responses are too short")
-
-
-def as_rows(rollout: Any) -> Iterator[dict[str, Any]]:
-    """A rollout as another system would have written it down."""
-    for i, length in enumerate(rollout.lengths):
-        if length == 0:
-            continue
-        row = {
-            "prompt_token_ids": rollout.prompts[i, : rollout.prompt_lengths[i]].tolist(),
-            "response_token_ids": rollout.responses[i, :length].tolist(),
-            "logprobs": np.minimum(rollout.log_probs[i, :length], 0.0).tolist(),
-        }
-        if rollout.hidden is not None:
-            row["mask"] = (~rollout.hidden[i, :length]).astype(int).tolist()
-        yield row
-
-
-def forward() -> Forward:
-    return Forward(prepared(), Execution(CONFIG, NUMERICS), len(TOKENIZER), STOPS)
-
-
-def changed(rows: Sequence[dict[str, Any]], change: Callable[..., Any]) -> list[dict[str, Any]]:
-    """The rows with `change(exact, declared, responses)` f64[N] in place of their log-probs."""
-    responses = collect(readers.read(rows), limits=Limits.of(CONFIG)).responses
-    tokens = Tokens(responses, gather(forward(), responses), STOPS, CONFIG.vocab_size, 0)
-    moved = np.minimum(change(tokens), 0.0)
-    parts = np.split(moved, tokens.lasts[:-1] + 1)
-    return [row | {"logprobs": x.tolist()} for row, x in zip(rows, parts, strict=True)]
-
-
-def raw(tokens: Tokens) -> np.ndarray:
-    return chances(tokens.evidence, Distribution()).drawn
-
-
-def padded(rows: int) -> Callable[[Tokens], np.ndarray]:
-    def change(tokens: Tokens) -> np.ndarray:
-        normaliser = log_normaliser(tokens.evidence.moments, 1.0)
-        extra = np.log(rows) - tokens.evidence.peak
-        return tokens.recorded + normaliser - np.logaddexp(normaliser, extra)
-
-    return change
-
-
-def by_engine(forward: Forward) -> Callable[[Tokens], np.ndarray]:
-    """What a system with this forward records of the same tokens."""
-    return lambda tokens: gather(forward, tokens.responses).exact
-
-
-Row = dict[str, Any]
-Rows = list[Row]
-Change = Callable[[Rows, np.ndarray], Rows]  # rows, and which are wrong
-
-SHARES = (0.001, 0.01, 0.1, 1.0)
-TOKENS, LONG = 2048, 20_480  # of the latter a thousandth is twenty
 PARTS = ("faults", "sound")
-
-
-@cache
-def low_precision(entry: mismatch.Entry) -> Forward:
-    (variant,) = variants.of_numerics(forward(), [entry])
-    return variant.forward
-
-
-@cache
-def sound(tokens: int, seed: int, sampling: Sampling = PLAIN) -> Rows:
-    """What an engine in float16 records, and how it says that it sampled."""
-    said = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
-    rows = [row | said for row in drawn(tokens, seed=seed, sampling=sampling)]
-    return changed(rows, by_engine(low_precision(mismatch.compute(dtype="float16"))))
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A kind of mistake; the names by which it is right; and how rows get it."""
-
-    name: str
-    right: tuple[str, ...]
-    change: Change | None  # None: rows are drawn by `draw` in place of sound ones
-    draw: Callable[[int, int], Rows] = sound
-    shares: tuple[float, ...] = SHARES
-    of_tokens: bool = False  # single tokens, not rows
-    enough: int = 20  # tokens from which on it must be named
-    others: Callable[[], list[variants.Candidate]] = lambda: []
-    sampling: Sampling = PLAIN  # of the sound rows
-
-
-def each(change: Callable[[Row], Row]) -> Change:
-    """A change of every wrong row by itself."""
-    return lambda rows, wrong: [
-        change(row) if own else row for row, own in zip(rows, wrong, strict=True)
-    ]
-
-
-def recorded_by(other: Callable[[], Forward]) -> Change:
-    """Wrong rows have the log-probs of another forward."""
-
-    def change(rows: Rows, wrong: np.ndarray) -> Rows:
-        found = changed(rows, by_engine(other()))
-        return [two if own else one for one, two, own in zip(rows, found, wrong, strict=True)]
-
-    return change
-
-
-def recomputed(of: Callable[[Tokens], np.ndarray]) -> Change:
-    """Wrong rows have log-probs that follow from the exact evidence."""
-
-    def change(rows: Rows, wrong: np.ndarray) -> Rows:
-        found = changed(rows, of)
-        return [two if own else one for one, two, own in zip(rows, found, wrong, strict=True)]
-
-    return change
-
-
-def shifted(row: Row) -> Row:
-    return row | {"logprobs": [*row["logprobs"][1:], row["logprobs"][0]]}
-
-
-def with_prompt(row: Row, change: Callable[[list[int]], list[int]]) -> Row:
-    return row | {"prompt_token_ids": change(row["prompt_token_ids"])}
-
-
-def without(row: Row, part: slice) -> Row:
-    """The row with a part of its response; as it is if nothing else is left."""
-    names = ("response_token_ids", "logprobs")
-    return row if len(row["logprobs"]) < 2 else row | {name: row[name][part] for name in names}
-
-
-def without_end(row: Row) -> Row:
-    ended = row["response_token_ids"][-1] in STOPS
-    return without(row, slice(0, -1)) if ended else row | {"finish_reason": "length"}
-
-
-def with_other_end(row: Row) -> Row:
-    ids = row["response_token_ids"]
-    return row | {"response_token_ids": [*ids[:-1], 0]} if ids[-1] in STOPS else row
-
-
-def rotated(rows: Rows, wrong: np.ndarray) -> Rows:
-    """Wrong rows hold the log-probs of the next one of them that is as long, or longer."""
-    own = sorted(np.flatnonzero(wrong), key=lambda i: len(rows[i]["logprobs"]))
-    found = list(rows)
-    for i, j in itertools.pairwise(own):
-        found[i] = rows[i] | {"logprobs": rows[j]["logprobs"][: len(rows[i]["logprobs"])]}
-    return found
-
-
-def in_flight(rows: Rows, wrong: np.ndarray) -> Rows:
-    """The first ten tokens of wrong rows are of the weights before."""
-    old = recorded_by(partial(engine, 0.1))(rows, wrong)
-    return [
-        one | {"logprobs": [*two["logprobs"][:10], *one["logprobs"][10:]]}
-        for one, two in zip(rows, old, strict=True)
-    ]
-
-
-def by_version(rows: Rows, wrong: np.ndarray) -> Rows:
-    """Wrong rows are of weights that nobody has any more, and say so."""
-    found = recorded_by(partial(engine, 0.03))(rows, wrong)
-    return [row | {"weights_version": int(own)} for row, own in zip(found, wrong, strict=True)]
-
-
-def engine(source: float) -> Forward:
-    return forward()._replace(weights=prepared(source))
-
-
-def partly_quantised() -> Forward:
-    """The second layer of two is quantised."""
-    rounded = Mismatch((mismatch.quantised_weights(dtype="int4"),)).weights(prepared())
-    some = variants.mixed_layers(prepared(), rounded, np.asarray([False, True]))
-    return forward()._replace(weights=some)
-
-
-@cache
-def base_weights() -> Any:
-    """The model without an adapter of rank 2."""
-    rng = np.random.default_rng(3)
-
-    def leaf(x: jax.Array) -> jax.Array:
-        if x.ndim < 3:
-            return x
-        rows = x.reshape(len(x), -1, x.shape[-1]).shape
-        down, up = (rng.standard_normal((rows[0], n, 2)) for n in rows[1:])
-        change = np.einsum("lmr,lnr->lmn", down, up).reshape(x.shape)
-        return x - jnp.asarray(0.05 * np.std(x) * change, jnp.float32)
-
-    return params() | {"layers": jax.tree.map(leaf, params()["layers"])}
-
-
-def adapter() -> list[variants.Candidate]:
-    weights = jax.jit(Execution(CONFIG, NUMERICS).prepare)(base_weights())
-    return [variants.Candidate("base", weights, variants.adapter_rank(params(), base_weights()))]
-
-
-def of_adapter(name: str) -> Forward:
-    found = variants.of_weights(forward(), adapter())
-    return next(one.forward for one in found if one.name == name)
-
-
-def checkpoint(size: float) -> list[variants.Candidate]:
-    return [variants.Candidate("checkpoint", prepared(size))]
-
-
-HALF = Sampling(temperature=0.6)
-TOP_P = Sampling(top_p=0.8)
-TOP_K = Sampling(top_k=20)
-WHOLE = (1.0,)
-
-
-def undeclared(sampling: Sampling, tokens: int, seed: int) -> Rows:
-    return drawn(tokens, sampling=sampling, seed=seed)
-
-
-def over_all(sampling: Sampling, tokens: int, seed: int) -> Rows:
-    """Drawn under a truncation or temperature that nobody declared, recorded without it."""
-    return changed(undeclared(sampling, tokens, seed), raw)
-
-
-def numbers(log_probs: np.ndarray, value: float | None) -> np.ndarray:
-    """A number in place of log-probs; or, of no known cause, 3 to 9 nats less."""
-    less = np.random.default_rng(1).uniform(3, 9, len(log_probs))
-    return log_probs - less if value is None else np.full(len(log_probs), value)
-
-
-def of_values(value: float | None) -> Change:
-    def change(rows: Rows, wrong: np.ndarray) -> Rows:
-        whole = np.concatenate([row["logprobs"] for row in rows])
-        found = np.where(wrong, numbers(whole, value), whole)
-        parts = np.split(found, np.cumsum([len(r["logprobs"]) for r in rows])[:-1])
-        return [row | {"logprobs": x.tolist()} for row, x in zip(rows, parts, strict=True)]
-
-    return change
-
-
-def faults() -> Iterator[Fault]:
-    """Every mistake that has a name, and one that has none."""
-    single = {"of_tokens": True, "shares": SHARES[:3]}
-    yield Fault("sentinel -9999", ("sentinel",), of_values(-9999.0), enough=1, **single)
-    yield Fault("zeros", ("sentinel",), of_values(0.0), enough=1, **single)
-    yield Fault("off by 3 to 9 nats", ("none",), of_values(None), **single)
-    yield Fault("another row", ("other_row",), rotated)
-    yield Fault("shifted", ("shifted",), each(shifted))
-    temperature = ("temperature", "recorded_temperature")
-    yield Fault("temperature 0.6", temperature, None, partial(undeclared, HALF))
-    half = {"sampling": HALF, "draw": partial(sound, sampling=HALF)}
-    yield Fault("raw log-probs", ("raw_log_probs",), recomputed(raw), **half)
-    yield Fault("top-p 0.8, not declared", ("top_p",), None, partial(undeclared, TOP_P))
-    yield Fault("top-k 20, not declared", ("top_k",), None, partial(undeclared, TOP_K))
-    kept = {"sampling": TOP_P, "draw": partial(sound, sampling=TOP_P)}
-    yield Fault("top-p 0.8, over all", ("ignored_truncation",), recomputed(raw), **kept)
-    for name, one in (("top_p", TOP_P), ("top_k", TOP_K), ("temperature", HALF)):
-        right = "drawn_temperature" if name == "temperature" else f"{name}_ignored"
-        draw = partial(over_all, one)
-        yield Fault(f"{name}, in the draws alone", (right,), None, draw, shares=WHOLE)
-    yield from faults_of_tokens()
-    yield from faults_of_forwards()
-
-
-def faults_of_tokens() -> Iterator[Fault]:
-    """Tokens and prompts that are not those that were drawn."""
-    yield Fault("end token replaced", ("end_token_replaced",), each(with_other_end))
-    yield Fault("end token stripped", ("end_token_stripped",), each(without_end), shares=WHOLE)
-    first = each(lambda row: without(row, slice(1, None)))
-    yield Fault("first token stripped", ("first_token_stripped",), first)
-    for what, name, change in (
-        ("one token more", "prompt_longer", lambda ids: [*ids, 4]),
-        ("BOS lost", "bos_missing", lambda ids: ids[1:]),
-        ("BOS added", "bos_added", lambda ids: [BOS, *ids]),
-    ):
-        yield Fault(f"prompt: {what}", (name,), each(partial(with_prompt, change=change)))
-    drawings: dict[str, tuple[str, Callable[[int, int], Rows]]] = {
-        "pad mask": (
-            "pad_mask",
-            lambda n, s: drawn(n, seed=s, entries=(mismatch.pad_mask(pad=3),)),
-        ),
-        "another end token": ("other_end_token", lambda n, s: drawn(n, seed=s, stops=(9, 11))),
-    }
-    for what, (name, draw) in drawings.items():
-        yield Fault(what, (name,), None, draw, shares=WHOLE)
-    for count in (4, 64):
-        change = recomputed(padded(count))
-        yield Fault(f"vocabulary padded by {count}", ("padded_vocabulary",), change)
-
-
-def faults_of_forwards() -> Iterator[Fault]:
-    """Other weights, and low precision of a size that no sound engine has."""
-    for size in (0.01, 0.1):
-        yield Fault(
-            f"weights off by {size:.0%}",
-            ("weights of checkpoint",),
-            recorded_by(partial(engine, size)),
-            others=partial(checkpoint, size),
-        )
-    names = ("weights of checkpoint",)
-    yield Fault("replaced in flight", names, in_flight, others=partial(checkpoint, 0.1))
-    yield Fault("an older version", ("other_version",), by_version, shares=SHARES[1:3])
-    for name in ("lora_not_applied", "lora_half_scale", "lora_merged(bfloat16)"):
-        yield Fault(name, (name,), recorded_by(partial(of_adapter, name)), others=adapter)
-    name = "quantised_weights(int4) in some layers"
-    yield Fault("one layer in int4", (name,), recorded_by(partly_quantised), shares=WHOLE)
-    for entry in variants.SOURCES:
-        label = mismatch.label(entry)
-        change = recorded_by(partial(low_precision, entry))
-        yield Fault(label, (label,), change, partial(plain, ()), shares=WHOLE)
-
-
-# Other sums and kernels of sound engines: no source is tried for them, and none is a fault.
-SOUND = (
-    mismatch.native_kernels(),
-    mismatch.split_k(pieces=3),
-    mismatch.tensor_parallel(ranks=2),
-    mismatch.pallas_attention(interpret=True),
-    mismatch.logit_noise(std=0.01),
-    mismatch.log_prob_noise(std=0.01, by="probability"),
-)
-
-
-def plain(entries: tuple[mismatch.Entry, ...], tokens: int, seed: int) -> Rows:
-    return drawn(tokens, seed=seed, entries=entries)
-
-
-def controls() -> Iterator[Fault]:
-    """Sound rollouts."""
-    how = {"change": None, "right": ("none",), "shares": WHOLE}
-    yield Fault("none: exact", draw=partial(plain, ()), **how)
-    for sampling in (PLAIN, TOP_P, HALF):
-        draw = partial(sound, sampling=sampling)
-        said = f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}"
-        yield Fault(f"none: float16, {said}", draw=draw, **how)
-    for entry in SOUND:
-        yield Fault(f"none: {mismatch.label(entry)}", draw=partial(plain, (entry,)), **how)
 
 
 @dataclass(frozen=True)
@@ -515,8 +109,8 @@ def with_fault(fault: Fault, share: float, tokens: int, seed: int) -> tuple[Rows
 
 
 def _moved(one: Row, two: Row) -> int:
-    """How many tokens of a row differ; all, if its tokens or its prompt do."""
-    if any(one[name] != two[name] for name in ("prompt_token_ids", "response_token_ids")):
+    """How many tokens of a row differ; all, if anything but log-probs does."""
+    if one | {"logprobs": None} != two | {"logprobs": None}:
         return len(two["logprobs"])
     apart = np.subtract(one["logprobs"], two["logprobs"])
     return int((np.abs(apart) > LEAST_MOVE).sum())
@@ -526,23 +120,22 @@ class Tokenizer:
     """The tokenizer with BOS, as far as a diagnosis asks for it."""
 
     bos_token_id = BOS
-    chat_template = None
-
-    def decode(self, ids: Sequence[int], **options: Any) -> str:
-        return TOKENIZER.decode(ids, **options)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(TOKENIZER, name)
+        return getattr(CHAT, name)
 
 
-def diagnosed(rows: Sequence[Row], others: Sequence[Any] = ()) -> verdict.Verdict:
-    collected = collect(readers.read(rows), limits=Limits.of(CONFIG))
-    return verdict.diagnose(collected.responses, forward(), others=others, tokenizer=Tokenizer())
+def diagnosed(
+    rows: Sequence[Row], others: Sequence[Any] = (), model: Forward | None = None
+) -> verdict.Verdict:
+    model = model or forward()
+    collected = collect(readers.read(rows), limits=Limits.of(model.execution.config))
+    return verdict.diagnose(collected.responses, model, others=others, tokenizer=Tokenizer())
 
 
 def outcome(fault: Fault, share: float, tokens: int, seed: int) -> Outcome:
     rows, affected = with_fault(fault, share, tokens, seed)
-    found = diagnosed(rows, fault.others())
+    found = diagnosed(rows, fault.others(), fault.model())
     named = "none" if found.best is None else found.best.explanation.name
     about = (fault.name, share, tokens, seed, affected, fault.enough, list(fault.right))
     return Outcome(*about, named, found.state, found.sizes)

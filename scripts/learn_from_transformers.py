@@ -21,6 +21,7 @@ import bench_common as common
 import numpy as np
 import optax
 import torch
+from scipy import stats
 from transformers import AutoModelForCausalLM
 
 import tim_jax as tim
@@ -179,11 +180,11 @@ def page(found: Sequence[dict[str, Any]], load: float) -> list[str]:
     lines = [
         "# Learning from what transformers draws",
         "",
-        f"Written by `python scripts/learn_from_transformers.py FOLDER`. transformers' `generate`"
-        f" samples the README's task, {PROMPTS} prompts with {SAMPLES} samples a step, from the"
-        f" packaged model; `tim_jax.learn` makes a step in float32 of what it recorded (Adam,"
-        f" learning rate {RATE:g}), and the engine gets the weights. {STEPS} steps. The last rows"
-        " are of this library's own sampler, with `tim_jax.grpo` and the same settings.",
+        "Written by `python scripts/learn_from_transformers.py FOLDER`. transformers' `generate`",
+        f"samples the README's task, {PROMPTS} prompts with {SAMPLES} samples a step, from the",
+        "packaged model. `tim_jax.learn` makes a step in float32 of what it recorded (Adam,",
+        f"learning rate {RATE:g}), and the engine gets the weights: {STEPS} times. The last rows",
+        "are of this library's own sampler, with `tim_jax.grpo` and the same settings.",
         "",
         *common.machine_text(load, common.versions("jax", "torch", "transformers"), timed=False),
         f"| engine | seed | reward of the first {ENDS} steps | of the last {ENDS} | held-out before"
@@ -205,11 +206,23 @@ def page(found: Sequence[dict[str, Any]], load: float) -> list[str]:
         lines.append(f"| {one['run']} | {one['seed']} | {' | '.join(cells)} |")
     lines += [
         "",
-        f"Held-out accuracy is of {HELD_OUT_SAMPLES} samples of each of {len(HELD_OUT)} numbers"
-        " that the training does not have, drawn by the engine, with its 95% interval. d is"
-        " the engine's log-prob less the learner's exact one.",
+        *gains(found),
+        "",
+        f"Held-out accuracy is of {HELD_OUT_SAMPLES} samples of each of {len(HELD_OUT)} numbers",
+        "that the training does not have, drawn by the engine, with its 95% interval. The",
+        "intervals in the list above are between the seeds (Student's t). d is the engine's",
+        "log-prob less the learner's exact one.",
     ]
     return lines
+
+
+def gains(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What each engine gained over its seeds, with the 95% interval between them."""
+    for run in RUNS:
+        gained = [one["after"][0] - one["before"][0] for one in found if one["run"] == run.name]
+        if len(gained) > 1:
+            error = stats.t.ppf(0.975, len(gained) - 1) * stats.sem(gained)
+            yield f"- {run.name}: a mean gain of {np.mean(gained):.3f} ± {error:.3f}."
 
 
 def main() -> None:
