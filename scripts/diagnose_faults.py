@@ -406,7 +406,8 @@ def routed(tokens: int, seed: int) -> Rows:
 
 def by_mixture(rows: Rows) -> Rows:
     (engine,) = variants.of_numerics(mixture(), [HALF_PRECISION])
-    return changed(rows, by_engine(engine.forward), mixture())
+    execution = replace(engine.forward.execution, routing="replayed")
+    return changed(rows, by_engine(engine.forward._replace(execution=execution)), mixture())
 
 
 def by_other_experts(rows: Rows, wrong: np.ndarray) -> Rows:

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from bench_common import cpu_model
 from diagnose_faults import (
     BOS,
     CHAT,
@@ -324,11 +325,13 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def write_page(folder: Path) -> None:
     """The page, of what is in the folder."""
+    order = {fault.name: i for i, fault in enumerate((*faults(), *controls()))}
     outcomes = [Outcome(**one) for one in lines_of(folder / "faults.jsonl")]
+    outcomes.sort(key=lambda one: (order[one.fault], one.share))
     found = [Sound(**one) for one in lines_of(folder / "sound.jsonl")]
     made = (
         f"Made by `python scripts/diagnose_table.py FOLDER` with jax {jax.__version__}, Python"
-        f" {platform.python_version()}, {jax.default_backend()}; {len(outcomes)} rollouts of this"
+        f" {platform.python_version()}, {cpu_model()}; {len(outcomes)} rollouts of this"
         f" library's sampler, {len(found)} of other programs."
     )
     parts = [[made], summary(outcomes), table(outcomes), sound_table(found)]

@@ -646,7 +646,7 @@ def script(name):
 @pytest.mark.slow
 def test_rollouts_of_transformers_are_numerics_and_a_mistake_in_them_is_named(tmp_path):
     pytest.importorskip("torch")
-    table = script("diagnose_table")
+    table, made = script("diagnose_table"), script("diagnose_faults")
     hf.save(tmp_path / "m", jax.device_get(table.params()), table.CONFIG, tokenizer=table.TOKENIZER)
     for dtype in ("float32", "bfloat16", "int8"):
         rows = table.by_transformers(tmp_path / "m", table.Engine(dtype))
@@ -655,7 +655,7 @@ def test_rollouts_of_transformers_are_numerics_and_a_mistake_in_them_is_named(tm
         assert (found.sizes["largest"] < 1e-4) == (dtype == "float32")
     assert "int8 weights and activations" in records.sentence(found)
     # Other weights make a gap of that size, but none that goes with the rounding.
-    stale = table.diagnosed(table.changed(rows, table.by_engine(table.engine(0.01))))
+    stale = table.diagnosed(made.changed(rows, made.by_engine(made.engine(0.01))))
     assert 0.5 < stale.sizes["mean"] / found.sizes["mean"] < 2
     assert stale.state == "fault"
     assert stale.best is None
