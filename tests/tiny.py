@@ -136,9 +136,10 @@ def learner(execution=EXECUTION):
             log_probs = scoring.score(weights, rollout, execution=execution).log_probs
             return jnp.sum(jnp.where(rollout.mask, jnp.exp(log_probs), 0.0)), log_probs
 
-        return jax.grad(loss, has_aux=True)(weights)[1]
+        return jax.grad(loss, has_aux=True)(weights)
 
-    return learn
+    # The program returns the gradient too: XLA leaves out what nobody asks for.
+    return lambda weights, rollout: learn(weights, rollout)[1]
 
 
 @cache

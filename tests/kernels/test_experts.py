@@ -240,10 +240,11 @@ def test_the_forward_inside_a_gradient_has_the_bits_of_the_forward():
             found = run(x, gate_up, down, chosen, numerics=EXACT_F32)
             return jnp.sum(found * found), found
 
-        return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, gate_up, down)[1]
+        return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, gate_up, down)
 
     plain = run(x, gate_up, down, chosen, numerics=EXACT_F32)
-    np.testing.assert_array_equal(bits(differentiated(x, gate_up, down)), bits(plain))
+    _, found = differentiated(x, gate_up, down)  # XLA would leave out gradients nobody asks for
+    np.testing.assert_array_equal(bits(found), bits(plain))
 
 
 def test_no_array_has_every_token_at_every_expert():
