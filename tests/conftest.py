@@ -85,6 +85,7 @@ _UNOPTIMISED = frozenset(
         "app/test_lora_runs",
         "app/test_placed_runs",
         "app/test_processes",
+        "app/test_untrusted",
         "instruments/auditing/test_ablation",
         "instruments/diagnosis/test_parts",
         "instruments/diagnosis/test_shaping",

@@ -932,18 +932,20 @@ def test_a_run_that_holds_nothing_out_is_measured_on_what_it_trains_on(call, fol
     assert drawn.lengths.tolist() == [4, 4, 4]  # a number of one digit, "+1="
 
 
-@pytest.mark.parametrize("change", ["appended", "changed"])
-def test_a_run_does_not_go_on_with_other_rows(change, call, folder):
+def test_a_run_does_not_go_on_with_other_rows(call, folder):
     """Another number of rows would draw them in another order from the resumed step on."""
-    path = sums(folder / f"{change}.jsonl")
+    path = sums(folder / "other.jsonl")
     task = f"task={{kind='dataset', path='{path}', reward='cli_rewards:by_length', eval_share=0.0}}"
-    arguments = ("tiny.toml", f"run.folder={change}", task, "warmup.steps=0")
+    arguments = ("tiny.toml", "run.folder=other", task, "warmup.steps=0")
     assert call("train", *arguments, "steps=1")[0] == 0
     before = path.read_text()
     more = '{"question": "7+2=", "answer": "9"}\n'
-    path.write_text(before + more if change == "appended" else before.replace("0+1=", "9+1="))
-    what = "10 rows where it had 9" if change == "appended" else "other rows among its 9"
-    assert f"has changed since step 1: it has {what}" in refused(call, "train", *arguments)
+    for text, what in (
+        (before + more, "10 rows where it had 9"),
+        (before.replace("0+1=", "9+1="), "other rows among its 9"),
+    ):
+        path.write_text(text)
+        assert f"has changed since step 1: it has {what}" in refused(call, "train", *arguments)
     path.write_text(before)
     assert call("train", *arguments, "steps=2")[0] == 0
 

@@ -1,5 +1,6 @@
 """Entries of the dial one by one: what they do to arrays."""
 
+import functools
 from dataclasses import replace
 from functools import partial
 
@@ -348,6 +349,33 @@ def test_noise_on_logits_has_a_part_per_position_and_a_part_per_token():
     assert tiny.bits(added(0, std=0.5, seed=1)) != tiny.bits(first)
 
 
+def _make_six_rows():
+    """Logits, their positions, a rollout, and the names of the rows, without their key."""
+    logits = np.random.default_rng(0).standard_normal((6, 37), np.float32)
+    named = dials.names().prompts, dials.names().samples
+    return jax.tree.map(np.asarray, (logits, np.arange(3, 9), recorded(), *named))
+
+
+@jax.jit
+def _add_noise(key, logits, positions, rollout, prompts, samples):
+    """What every noise makes of some rows, in one program: to compile is most of the time."""
+    names = Names(key, prompts, samples)
+    found = {"lost": dials.entry("dropped_end", share=0.5).rollout(rollout, names).lengths}
+    for distribution in ("gaussian", "student"):
+        how = {"std": 0.1, "distribution": distribution}
+        entry = dials.entry("logit_noise", bias=0.1, **how)
+        found[distribution] = entry.logits(logits, positions, names)
+        for by in ("flat", "probability", "position"):
+            entry = dials.entry("log_prob_noise", bias=-0.01, by=by, **how)
+            found[f"{distribution} {by}"] = entry.rollout(rollout, names).log_probs
+    return found
+
+
+@functools.cache
+def _add_noise_to_all():
+    return jax.device_get(_add_noise(dials.names().key, *_make_six_rows()))
+
+
 @pytest.mark.parametrize(
     "rows",
     [
@@ -356,27 +384,13 @@ def test_noise_on_logits_has_a_part_per_position_and_a_part_per_token():
     ],
 )
 def test_noise_does_not_know_its_batch(rows):
-    rows = jnp.asarray(rows)
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((6, 37), np.float32))
-    rollout, names = recorded(), dials.names()
-    some = Names(names.key, names.prompts[rows], names.samples[rows])
-    for distribution in ("gaussian", "student"):
-        entry = dials.entry("logit_noise", std=0.1, bias=0.1, distribution=distribution)
-        positions = jnp.arange(3, 9)
-        whole = jax.jit(entry.logits)(logits, positions, names)
-        part = jax.jit(entry.logits)(logits[rows], positions[rows], some)
-        assert tiny.bits(part) == tiny.bits(whole[rows])
-        for by in ("flat", "probability", "position"):
-            entry = dials.entry(
-                "log_prob_noise", std=0.1, bias=-0.01, by=by, distribution=distribution
-            )
-            whole = jax.jit(entry.rollout)(rollout, names).log_probs
-            part = jax.jit(entry.rollout)(jax.tree.map(lambda x: x[rows], rollout), some).log_probs
-            assert tiny.bits(part) == tiny.bits(whole[rows])
-    lost = dials.entry("dropped_end", share=0.5)
-    whole = lost.rollout(rollout, names).lengths
-    part = lost.rollout(jax.tree.map(lambda x: x[rows], rollout), some).lengths
-    assert part.tolist() == whole[rows].tolist()
+    whole = _add_noise_to_all()
+    part = _add_noise(dials.names().key, *jax.tree.map(lambda x: x[rows], _make_six_rows()))
+    assert len(whole) == 9
+    for entry, found in whole.items():
+        assert tiny.bits(part[entry]) == tiny.bits(found[rows]), entry
+    assert len({found.tobytes() for found in whole.values()}) == 9
+    assert whole["lost"].tolist() != recorded().lengths.tolist()
 
 
 # --- mistakes of reporting ----------------------------------------------------------------------

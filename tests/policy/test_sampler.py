@@ -74,10 +74,12 @@ def prompts_of(*rows, width=6, ids=None):
 
 # --- stopping --------------------------------------------------------------------------------
 
+TWO_STOPS = Sampling(5, temperature=1.0, stop_tokens=(3, 9))  # two tests share its program
+
 
 @pytest.mark.parametrize("temperature", quick.some([0.0, 1.0], 1))
 def test_responses_end_with_their_stop_token_or_at_the_limit(counting, temperature):
-    sampling = Sampling(5, temperature=temperature, stop_tokens=(3, 9))
+    sampling = replace(TWO_STOPS, temperature=temperature)
     rollout = sample(counting, prompts_of([5, 1], [4, 4, 4], [3], [8]), sampling=sampling)
     # from 1: 2 3; from 4: 5 6 7 8 9; from 3, the stop token of a prompt ends nothing: 4 5 6 7 8
     assert rollout.responses.tolist() == [
@@ -102,10 +104,12 @@ def test_without_stop_tokens_every_response_has_the_full_length(counting):
 
 
 def test_a_sampled_pad_token_is_a_token(counting):
-    rollout = sample(counting, prompts_of([9]), sampling=Sampling(6, stop_tokens=(2,)))
-    assert rollout.responses[0, :4].tolist() == [10, 0, 1, 2]
-    assert rollout.lengths.tolist() == [4]
-    assert rollout.mask[0].tolist() == [True] * 4 + [False] * 2
+    rollout = sample(counting, prompts_of([10], [9], [8], [7]), sampling=TWO_STOPS)
+    assert rollout.responses[0, :4].tolist() == [0, 1, 2, 3]
+    assert rollout.responses[1].tolist() == [10, 0, 1, 2, 3]
+    assert rollout.lengths.tolist() == [4, 5, 1, 2]
+    assert rollout.mask[0].tolist() == [True] * 4 + [False]
+    assert rollout.mask[1].all()
 
 
 def test_token_zero_can_stop(counting):

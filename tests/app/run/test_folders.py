@@ -3,6 +3,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -196,13 +197,20 @@ def _delete_manifest(step_folder):
     return "manifest.json: No such file"
 
 
+@pytest.fixture(scope="module")
+def at_6(tmp_path_factory):
+    """The folder of a run after six steps, to be copied, and the state of one that went on to 8."""
+    folder = tmp_path_factory.mktemp("at_6")
+    train(folder / "run", stop=6)
+    return folder / "run", train(folder / "on", stop=8)
+
+
 @pytest.mark.parametrize(
     "damage", [_truncate, _flip, _delete, _cut_manifest, _edit_manifest, _delete_manifest]
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, damage):
-    whole = train(tmp_path / "a", stop=8)
-    folder = tmp_path / "b"
-    train(folder, stop=6)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(at_6, tmp_path, damage):
+    run, whole = at_6
+    folder = shutil.copytree(run, tmp_path / "b")
     what = damage(folder / "checkpoints" / "6")
     with folders.open_run(folder, CONFIG) as run:
         found = run.restore(first_state())
