@@ -9,6 +9,7 @@ import tiny
 from recorded import LIMITS, STOPS, diagnosed, exact_log_probs, forward, sampled, weights
 
 from tim_jax import mismatch
+from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.diagnosis import evidence, readers, records, variants, verdict
 from tim_jax.instruments.diagnosis.evidence import Forward
@@ -300,10 +301,17 @@ def test_layers_that_one_side_quantised_are_named(monkeypatch, kind, chosen, hid
     made = by(plain._replace(weights=some), sampled())
     rows = [r | {"logprobs": x.tolist()} for r, x in zip(sampled(), made, strict=True)]
     responses = collect(readers.read(rows), limits=LIMITS).responses
-    kinds = ("int8", "float8_e4m3fn", "int4")
+    kinds, waits, each = ("int8", "float8_e4m3fn", "int4"), {}, waiting.each
+
+    def noted(items, doing, **how):
+        waits[doing] = how
+        return each(items, doing, **how)
+
+    monkeypatch.setattr(waiting, "each", noted)
     found = verdict.diagnose(
         responses, plain, sources=[mismatch.quantised_weights(dtype=one) for one in kinds]
     )
+    assert waits["looking for the layers whose weights are quantised"] == {"total": 4}
     assert found.best.explanation.name == f"quantised_weights({kind}) in some layers"
     assert found.best.explanation.text.endswith(f"alone: {', '.join(map(str, chosen))}")
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import mismatch
+from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.diagnosis.declared import UNSHAPED
 from tim_jax.instruments.diagnosis.evidence import Forward, gather, log_probs
@@ -298,7 +299,9 @@ def in_some_layers(forward: Forward, tokens: Tokens, entry: Entry) -> Explanatio
         weights = mixed_layers(forward.weights, rounded, chosen)
         return log_probs(forward._replace(weights=weights), tokens.responses).astype(np.float64)
 
-    columns = np.stack([under(np.arange(count) == i) - exact for i in range(count)], axis=1)
+    each = (under(np.arange(count) == i) - exact for i in range(count))
+    doing = "looking for the layers whose weights are quantised"
+    columns = np.stack(list(waiting.each(each, doing, total=count)), axis=1)
     seen = ~tokens.hidden & (np.abs(gap) <= _FAR * np.abs(columns).max())
     fitted, *_ = np.linalg.lstsq(columns[seen], gap[seen], rcond=None)
     chosen = fitted > 0.5

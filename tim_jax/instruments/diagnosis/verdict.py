@@ -274,8 +274,7 @@ def _in_some_layers(judged: Sequence[Judged], tokens: Tokens, forward: Forward) 
     layers = forward.execution.config.num_layers
     some = _some_rows(tokens, max(_FEW, _OF_A_LAYER * layers, total // (layers + 2)))
     found = (
-        variants.in_some_layers(forward, some, quantised[one.explanation.name])
-        for one in waiting.each(near, "looking for the layers whose weights are quantised")
+        variants.in_some_layers(forward, some, quantised[one.explanation.name]) for one in near
     )
     return [judge(one, some, null(some), total) for one in found if one is not None]
 
