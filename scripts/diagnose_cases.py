@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import diagnose_faults as table
+import diagnose_faults
 import jax
 import numpy as np
 
@@ -26,13 +26,16 @@ EARLIER = 0.05  # how far off the earlier weights are, in standard deviations of
 
 
 def write_models(folder: Path) -> None:
-    for name, params in (("model", table.params()), ("before", table.nudged(EARLIER))):
+    for name, params in (
+        ("model", diagnose_faults.params()),
+        ("before", diagnose_faults.nudged(EARLIER)),
+    ):
         hf.save(
             folder / name,
             jax.device_get(params),
-            table.CONFIG,
-            tokenizer=table.TOKENIZER,
-            generation={"eos_token_id": list(table.STOPS)},
+            diagnose_faults.CONFIG,
+            tokenizer=diagnose_faults.TOKENIZER,
+            generation={"eos_token_id": list(diagnose_faults.STOPS)},
         )
 
 
@@ -42,14 +45,14 @@ def vllm(rows: Sequence[dict[str, Any]], **request: float) -> Iterator[dict[str,
         ids = row["response_token_ids"]
         choice = {
             "index": 0,
-            "text": table.TOKENIZER.decode(ids, skip_special_tokens=True),
+            "text": diagnose_faults.TOKENIZER.decode(ids, skip_special_tokens=True),
             "token_ids": ids,
             "logprobs": {
                 "tokens": [f"token_id:{token}" for token in ids],
                 "token_logprobs": row["logprobs"],
                 "top_logprobs": None,
             },
-            "finish_reason": "stop" if ids[-1] in table.STOPS else "length",
+            "finish_reason": "stop" if ids[-1] in diagnose_faults.STOPS else "length",
             "prompt_token_ids": row["prompt_token_ids"],
         }
         response = {"object": "text_completion", "model": "model", "choices": [choice]}
@@ -62,9 +65,9 @@ def sglang(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         ids = row["response_token_ids"]
         yield {
             "input_ids": row["prompt_token_ids"],
-            "text": table.TOKENIZER.decode(ids, skip_special_tokens=True),
+            "text": diagnose_faults.TOKENIZER.decode(ids, skip_special_tokens=True),
             "meta_info": {
-                "finish_reason": {"type": "stop" if ids[-1] in table.STOPS else "length"},
+                "finish_reason": {"type": "stop" if ids[-1] in diagnose_faults.STOPS else "length"},
                 "prompt_tokens": len(row["prompt_token_ids"]),
                 "completion_tokens": len(ids),
                 "output_token_logprobs": [
@@ -88,21 +91,23 @@ def without_end(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The trainer put the pad token where the end token was."""
     for row in rows:
         ids = row["response_token_ids"]
-        ended = ids[-1] in table.STOPS
-        kept = [*ids[:-1], table.TOKENIZER.pad_token_id] if ended else ids
+        ended = ids[-1] in diagnose_faults.STOPS
+        kept = [*ids[:-1], diagnose_faults.TOKENIZER.pad_token_id] if ended else ids
         yield row | {"response_token_ids": kept}
 
 
 def files() -> dict[str, list[dict[str, Any]]]:
-    plain = table.drawn(TOKENS)
-    half = table.changed(table.drawn(TOKENS, sampling=Sampling(temperature=0.6)), table.raw)
-    engine = table.low_precision(mismatch.compute(dtype="bfloat16"))
-    coarse = table.changed(plain, table.by_engine(engine))
+    plain = diagnose_faults.drawn(TOKENS)
+    half = diagnose_faults.changed(
+        diagnose_faults.drawn(TOKENS, sampling=Sampling(temperature=0.6)), diagnose_faults.raw
+    )
+    engine = diagnose_faults.low_precision(mismatch.compute(dtype="bfloat16"))
+    coarse = diagnose_faults.changed(plain, diagnose_faults.by_engine(engine))
     return {
-        "temperature": list(vllm(half, temperature=0.6, max_tokens=table.RESPONSE)),
+        "temperature": list(vllm(half, temperature=0.6, max_tokens=diagnose_faults.RESPONSE)),
         "end_token": list(without_end(plain)),
         "bfloat16": list(sglang(coarse)),
-        "checkpoint": list(trl(table.drawn(TOKENS, source=EARLIER))),
+        "checkpoint": list(trl(diagnose_faults.drawn(TOKENS, source=EARLIER))),
     }
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import bench_common as common
 import bench_exactness_cost as exactness_cost
-import diagnose_faults as table
+import diagnose_faults
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +47,7 @@ def model(sizes: common.Sizes) -> tim_jax.Model:
     """Random weights and a tokenizer that knows the first few tokens."""
     config = exactness_cost.model_config(sizes)
     params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
-    return tim_jax.Model(config, params, table.TOKENIZER, (), Numerics())
+    return tim_jax.Model(config, params, diagnose_faults.TOKENIZER, (), Numerics())
 
 
 def drawn(subject: tim_jax.Model, sizes: common.Sizes) -> Rollout:

@@ -108,7 +108,7 @@ def _sampler(config: ModelConfig, sampling: Sampling, samples: int, drawing: Mis
 
 
 def prompts(count: int, seed: int, *, templated: bool = False) -> Prompts:
-    """Ragged, all beginning with BOS; or these through the chat template."""
+    """Prompts of several lengths that begin with BOS, or these through the chat template."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(4, len(TOKENIZER), (count, 12))
     tokens[:, 0] = BOS
@@ -140,7 +140,7 @@ def drawn(
     stops: tuple[int, ...] = STOPS,
     templated: bool = False,
     config: ModelConfig = CONFIG,
-) -> list[Row]:
+) -> Rows:
     """Rows of at least `tokens` response tokens, in whole responses."""
     sampling = replace(sampling, max_tokens=RESPONSE, stop_tokens=stops)
     whole = Mismatch(entries)
@@ -261,24 +261,19 @@ def each(change: Callable[[Row], Row]) -> Change:
     ]
 
 
+def put(others: Rows, rows: Rows, wrong: np.ndarray) -> Rows:
+    """The rows with others in place of those that are wrong."""
+    return [two if own else one for one, two, own in zip(rows, others, wrong, strict=True)]
+
+
 def recorded_by(other: Callable[[], Forward]) -> Change:
     """Wrong rows have the log-probs of another forward."""
-
-    def change(rows: Rows, wrong: np.ndarray) -> Rows:
-        found = changed(rows, by_engine(other()))
-        return [two if own else one for one, two, own in zip(rows, found, wrong, strict=True)]
-
-    return change
+    return lambda rows, wrong: put(changed(rows, by_engine(other())), rows, wrong)
 
 
 def recomputed(of: Callable[[Tokens], np.ndarray]) -> Change:
     """Wrong rows have log-probs that follow from the exact evidence."""
-
-    def change(rows: Rows, wrong: np.ndarray) -> Rows:
-        found = changed(rows, of)
-        return [two if own else one for one, two, own in zip(rows, found, wrong, strict=True)]
-
-    return change
+    return lambda rows, wrong: put(changed(rows, of), rows, wrong)
 
 
 def shifted(row: Row) -> Row:
@@ -317,11 +312,12 @@ def rotated(rows: Rows, wrong: np.ndarray) -> Rows:
 def with_other_first(rows: Rows, wrong: np.ndarray) -> Rows:
     """The first token of wrong rows has the log-prob after a shorter prompt."""
     shorter = [with_prompt(row, lambda ids: ids[:-1]) for row in rows]
-    found = recorded_by(partial(low_precision, HALF_PRECISION))(shorter, wrong)
-    return [
-        row | {"logprobs": [*other["logprobs"][:1], *row["logprobs"][1:]]} if own else row
-        for row, other, own in zip(rows, found, wrong, strict=True)
+    found = changed(shorter, by_engine(low_precision(HALF_PRECISION)))
+    others = [
+        row | {"logprobs": [*other["logprobs"][:1], *row["logprobs"][1:]]}
+        for row, other in zip(rows, found, strict=True)
     ]
+    return put(others, rows, wrong)
 
 
 def in_flight(rows: Rows, wrong: np.ndarray) -> Rows:
@@ -418,8 +414,7 @@ def by_other_experts(rows: Rows, wrong: np.ndarray) -> Rows:
         routes = np.stack([first, (second + 1) % MIXTURE.num_experts], 1)
         return row | {"routes": routes.tolist()}
 
-    found = by_mixture([moved(row) for row in rows])
-    return [two if own else one for one, two, own in zip(rows, found, wrong, strict=True)]
+    return put(by_mixture([moved(row) for row in rows]), rows, wrong)
 
 
 @cache
@@ -428,8 +423,7 @@ def kept_tokens(tokens: int, seed: int) -> Rows:
     rows = drawn(tokens, seed=seed, sampling=TOP_K)
     responses = collect(readers.read(rows), limits=Limits.of(CONFIG)).responses
     rollout = side_by_side(responses, LONGEST, RESPONSE)
-    how = {"execution": Execution(CONFIG, NUMERICS)}
-    ids = scoring.of_logits(prepared(), rollout, _likeliest, **how)
+    ids = scoring.of_logits(prepared(), rollout, _likeliest, execution=forward().execution)
     each = zip(rows, np.asarray(ids), strict=True)
     recorded = [row | {"supports": x[: len(row["logprobs"])].tolist()} for row, x in each]
     return changed(recorded, by_engine(low_precision(HALF_PRECISION)))
@@ -442,11 +436,9 @@ def _likeliest(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 def over_all_tokens(rows: Rows, wrong: np.ndarray) -> Rows:
     """The log-probs of wrong rows are not renormalised over what is recorded as kept."""
     plain = [{name: row[name] for name in row if name != "supports"} for row in rows]
-    found = recorded_by(partial(low_precision, HALF_PRECISION))(plain, wrong)
-    return [
-        row | {"logprobs": other["logprobs"]} if own else row
-        for row, other, own in zip(rows, found, wrong, strict=True)
-    ]
+    found = changed(plain, by_engine(low_precision(HALF_PRECISION)))
+    others = [row | {"logprobs": x["logprobs"]} for row, x in zip(rows, found, strict=True)]
+    return put(others, rows, wrong)
 
 
 def halfway() -> Forward:
@@ -526,7 +518,7 @@ def faults_of_declarations() -> Iterator[Fault]:
     yield Fault("processed, said to be raw", ("processed_log_probs",), said_raw, **half)
     names = ("recorded_temperature",)
     yield Fault("temperature 0.6, in the log-probs alone", names, recomputed(at(0.6)))
-    # Without the draws, which these are, both say the same.
+    # Of the log-probs both say the same; only draws without the penalty tell them apart.
     names = ("shaping_ignored", "raw_log_probs")
     for option, value in (("repetition_penalty", 1.3), ("presence_penalty", 1.0)):
         asked = each(lambda row, asked={option: value}: row | asked)
@@ -582,12 +574,11 @@ def faults_of_forwards() -> Iterator[Fault]:
             recorded_by(partial(engine, size)),
             others=partial(checkpoint, size),
         )
-    names = ("weights of checkpoint",)
     between, grid = "weights half way to checkpoint", "weights on a bfloat16 grid"
     tenth = partial(checkpoint, 0.1)
     yield Fault("an average of two weights", (between,), recorded_by(halfway), others=tenth)
     yield Fault("weights rounded to bfloat16", (grid,), recorded_by(on_coarse_grid), others=tenth)
-    yield Fault("replaced in flight", names, in_flight, others=partial(checkpoint, 0.1))
+    yield Fault("replaced in flight", ("weights of checkpoint",), in_flight, others=tenth)
     yield Fault("an older version", ("other_version",), by_version, shares=SHARES[1:3])
     for name in ("lora_not_applied", "lora_half_scale", "lora_merged(bfloat16)"):
         yield Fault(name, (name,), recorded_by(partial(of_adapter, name)), others=adapter)

@@ -62,14 +62,9 @@ def check(results):
 
 QUICK = (("qwen3-awkward", "bfloat16"),)
 # The last has even sizes, for the Pallas families; these tests want odd ones.
-NAMES = tuple(name for name in PRESETS if name != "qwen3-blocks")
+# test_long_sequences_of_a_windowed_model compares the windowed preset, so it is not compiled twice.
+NAMES = tuple(name for name in PRESETS if name not in ("qwen3-blocks", "windowed-awkward"))
 IN_FLOAT16 = ("qwen3-awkward", "mla-awkward")  # one of each kind of attention
-# What another test compares with the same kind of learner, so that it is not compiled twice.
-ELSEWHERE = {
-    ("mla-awkward", "float32"): "tests/model/test_latent.py",
-    ("windowed-awkward", "float32"): "test_long_sequences_of_a_windowed_model",
-    ("windowed-awkward", "bfloat16"): "test_long_sequences_of_a_windowed_model",
-}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +73,6 @@ ELSEWHERE = {
         pytest.param(name, dtype, marks=() if (name, dtype) in QUICK else pytest.mark.slow)
         for name in NAMES
         for dtype in (EXACT if name in IN_FLOAT16 else ("float32", "bfloat16"))
-        if (name, dtype) not in ELSEWHERE
     ],
 )
 def test_sampler_and_learner_agree_to_the_bit(name, dtype):

@@ -58,10 +58,10 @@ def test_groups_of_sequences_are_counted_as_they_are_folded():
 
 
 @partial(jax.jit, static_argnames="size")
-def laid(rollout, size):
-    """The layout; by response, each target's token before it and itself; rows and mask.
+def lay_out(rollout, size):
+    """A layout's arrays; each target, and the token before it, back in its response; the sequences.
 
-    In one program, which is compiled sooner than its operations one by one.
+    It is one program, which compiles sooner than many small ones.
     """
     found = layout.packed(rollout, size)
     before = found.predicting(found.tokens.astype(jnp.float32))
@@ -78,7 +78,7 @@ def test_every_token_lies_once_and_in_its_place(seed, rows, longest, more):
     prompts, responses = np.asarray(rollout.prompt_lengths), np.asarray(rollout.lengths)
     wholes = np.where(responses > 0, prompts + responses, 0)
     size = max(int(wholes.sum()), PROMPT + longest) + more
-    found, before, targets, joined, mask = jax.device_get(laid(rollout, size))
+    found, before, targets, joined, mask = jax.device_get(lay_out(rollout, size))
     starts, lengths, tokens, positions, used = found
     order = np.argsort(-wholes, kind="stable")
     np.testing.assert_array_equal(lengths, wholes[order])

@@ -16,7 +16,7 @@ from tim_jax import mismatch, objectives, optimizers
 from tim_jax.app.config import toml
 from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Batching, Execution, Sampling
-from tim_jax.placement import Placement, split
+from tim_jax.placement import SINGLE, Placement, split
 from tim_jax.rl import loop, programs
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.training import Sampler, Training
@@ -225,13 +225,10 @@ FLIGHT = mismatch.build([{"name": "in_flight_updates", "updates": 2, "every": 3}
 
 
 @pytest.mark.parametrize(
-    "where", quick.some([Placement(data=2), Placement(fsdp=2, tensor=2)], 0), ids=str
+    "where", quick.some([Placement(data=2), SINGLE, Placement(fsdp=2, tensor=2)], 0), ids=str
 )
 def test_weights_that_change_within_a_response_draw_what_each_would(where):
-    """Tokens 1 to 3 are the oldest weights', 4 to 6 the next ones', the last two the newest's.
-
-    That a run on one device is as exact is what its mismatch of numerics says, below.
-    """
+    """Tokens 1 to 3 are the oldest weights', 4 to 6 the next ones', the last two the newest's."""
     numerics = replace(tiny.NUMERICS, column_tiles=where.tensor)
     config = replace(CONFIG, num_kv_heads=2)
     what = replace(EXECUTION, config=config, numerics=numerics, placement=where)

@@ -52,12 +52,13 @@ TILED = replace(tiny.NUMERICS, column_tiles=4)
 GROUP, PROMPTS = 4, 4
 LEARNING = Learning(objectives.rloo(), GROUP)
 OPTIMIZER = optimizers.adamw(optimizers.Rate(1e-2))
-# All axes together, and the most devices of one; with fewer, and of two axes, in tests below.
+# All axes together, and many devices of each; fewer, and other pairs of axes, in tests below.
 PLACEMENTS = (
     Placement(data=2, fsdp=2, tensor=2),
     Placement(tensor=4),
     Placement(fsdp=4, decode="sharded"),
     Placement(fsdp=8),
+    Placement(data=4, fsdp=2),
 )
 BOTH = quick.some(PLACEMENTS, 0)
 
