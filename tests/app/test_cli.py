@@ -686,13 +686,13 @@ def test_a_mistake_found_before_the_first_checkpoint_can_be_mended_in_place(call
 
 @pytest.fixture(scope="module")
 def checkpoint(folder):
-    """A model folder that is whole."""
+    """A model folder that is whole, in a folder of models, whose names are no run's."""
     tokenizer = character_tokenizer(builtin.ALPHABET)
     config = toml.load("tiny.toml")
     assert config.model.architecture is not None
     model = sources.random_model(config.model.architecture, seed=0)
     return hf.save(
-        folder / "checkpoint", jax.device_get(model.params), model.config, tokenizer=tokenizer
+        folder / "models" / "whole", jax.device_get(model.params), model.config, tokenizer=tokenizer
     )
 
 
