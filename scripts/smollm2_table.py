@@ -3,6 +3,7 @@
     bash scripts/real_model.sh                              # the model, once
     python scripts/smollm2_table.py logits                  # against transformers; needs torch
     python scripts/smollm2_table.py audit                   # sampler and learner, both dtypes
+    python scripts/smollm2_table.py audit --chat            # from the questions, as chat prompts
     python scripts/smollm2_table.py sources [--dtype bfloat16]   # every difference of a sampler
     python scripts/smollm2_table.py engines [FOLDER]        # transformers' generate; needs torch
     python scripts/smollm2_table.py faults [FOLDER] --trained runs/smollm2   # made in these
@@ -147,11 +148,18 @@ def measured(
     return calibration.calibrate_once(config, plain, batch=batch, longest=longest, file=file)
 
 
-def audited(model: Path) -> str:
-    """Standard cases in both dtypes, by long responses that no token ends."""
+def audited(model: Path, chat: bool) -> str:
+    """Standard cases in both dtypes, by long responses that no token ends.
+
+    The prompts are random tokens or, with `chat`, the questions through the chat template.
+    """
     config = hf.load_config(model)
     params = jax.tree.map(jnp.asarray, hf.load_params(model, config))
-    sizes = auditing.Sizes(response_length=96)
+    sizes, prompts = auditing.Sizes(response_length=96), None
+    if chat:
+        prompts = padded(prompt_ids(model))
+        count, length = prompts.tokens.shape
+        sizes = replace(sizes, prompts=count, samples=2, prompt_length=length)
     longest = sizes.prompt_length + sizes.response_length
     found = [
         replace(case, sampling=replace(case.sampling, stop_tokens=()))
@@ -161,7 +169,8 @@ def audited(model: Path) -> str:
     results = []
     for dtype in ("float32", "bfloat16"):
         numerics = measured(config, dtype, batch=sizes.prompts * sizes.samples, longest=longest)
-        for one in auditing.audit(params, config, numerics=[numerics], cases=found, sizes=sizes):
+        how = {"numerics": [numerics], "cases": found, "sizes": sizes, "prompts": prompts}
+        for one in auditing.audit(params, config, **how):
             results.append((dtype, one))
             print(dtype, one.name, one.compared_tokens, one.unequal_tokens, flush=True)
     held = [one for _, one in results if not one.control]
@@ -571,6 +580,7 @@ def main() -> None:
     parser.add_argument("paths", nargs="*", type=Path, help="runs, or the folder of rows")
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--chat", action="store_true", help="chat prompts in the audit")
     parser.add_argument("--only", nargs="+", help="names of the entries of `sources`")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of `sources`, per question")
     parser.add_argument("--every", type=int, default=1, help="diagnose every n-th row")
@@ -591,12 +601,12 @@ def main() -> None:
     else:
         text = {
             "logits": lambda: logits(given.model),
-            "audit": lambda: audited(given.model),
+            "audit": lambda: audited(given.model, given.chat),
             "runs": lambda: runs(given.paths),
             "ties": lambda: ties(given.model, folder),
         }[given.part]()
         print(text)
-        write(given.part, text)
+        write(f"{given.part} chat" if given.chat else given.part, text)
 
 
 if __name__ == "__main__":

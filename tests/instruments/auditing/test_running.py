@@ -68,6 +68,13 @@ def test_sizes_beyond_the_models_positions_are_refused():
         next(auditing.audit({}, tiny.CONFIG, sizes=Sizes()))
 
 
+def test_prompts_of_other_sizes_are_refused():
+    sizes = Sizes(prompt_length=8, response_length=8)
+    prompts = auditing.draw_prompts(tiny.CONFIG, replace(sizes, prompts=3))
+    with pytest.raises(InputError, match=r"shape \(3, 8\), sizes want \(4, 8\)"):
+        next(auditing.audit({}, tiny.CONFIG, sizes=sizes, prompts=prompts))
+
+
 @pytest.mark.parametrize("positions", [2, 3, 50, 72, 4_096])
 def test_default_sizes_fit_the_model(positions):
     config = replace(tiny.CONFIG, max_positions=positions)

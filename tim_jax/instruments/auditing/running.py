@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import placement
+from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.instruments.auditing.cases import (
     Again,
@@ -44,6 +45,7 @@ class _Bench(NamedTuple):
     config: ModelConfig
     numerics: Numerics
     sizes: Sizes
+    prompts: Prompts
 
     def execution(self, sampling: Sampling, where: Placement) -> Execution:
         return Execution(self.config, self.numerics, sampling, where)
@@ -61,6 +63,7 @@ def audit(
     numerics: Sequence[Numerics] = (EXACT_F32, EXACT_BF16),
     cases: Sequence[Case] | None = None,
     sizes: Sizes | None = None,
+    prompts: Prompts | None = None,
     quick: bool = False,
     control: bool = True,
 ) -> Iterator[CaseResult]:
@@ -70,14 +73,20 @@ def audit(
       params: master weights, float32.
       cases: `standard_cases` by default. Compiling takes seconds a case, running takes little.
       sizes: how much is drawn; by default 4 prompts x 4 samples, up to 24 + 48 tokens.
+      prompts: prompts of these sizes; random ones by default.
       quick: fewer of the standard cases.
       control: run native numerics too, once per dtype, where unequal tokens are expected.
 
     Raises:
-      InputError: if the model has too few positions for `sizes`, or the numerics cannot run it.
+      InputError: if the model has too few positions for `sizes`, the prompts have other sizes, or
+        the numerics cannot run it.
     """
     sizes = Sizes.fitting(config) if sizes is None else sizes
     sizes.check(config)
+    prompts = draw_prompts(config, sizes) if prompts is None else prompts
+    wanted = sizes.prompts, sizes.prompt_length
+    if prompts.tokens.shape != wanted:
+        raise InputError(f"audit: prompts have shape {prompts.tokens.shape}, sizes want {wanted}")
     for exact in numerics:
         fitting.check(config, exact)
     cases = standard_cases(config, sizes, quick=quick) if cases is None else cases
@@ -85,12 +94,12 @@ def audit(
     seen: set[Numerics] = set()
     for exact in numerics:
         weights = programs.weights_program(Execution(config, exact))(params)
-        yield from _run(cases, _Bench(weights, config, exact, sizes), control=False)
+        yield from _run(cases, _Bench(weights, config, exact, sizes, prompts), control=False)
         native = Numerics(family="native", compute_dtype=exact.compute_dtype)
         if control and exact.family != "native" and native not in seen:
             seen.add(native)
             some = [case for case in cases if isinstance(case.against, Score)][:1]
-            yield from _run(some, _Bench(weights, config, native, sizes), control=True)
+            yield from _run(some, _Bench(weights, config, native, sizes, prompts), control=True)
 
 
 def draw_prompts(config: ModelConfig, sizes: Sizes) -> Prompts:
@@ -107,7 +116,7 @@ def draw_prompts(config: ModelConfig, sizes: Sizes) -> Prompts:
 
 
 def _run(cases: Sequence[Case], bench: _Bench, *, control: bool) -> Iterator[CaseResult]:
-    prompts = draw_prompts(bench.config, bench.sizes)
+    prompts = bench.prompts
     drawn: dict[Sampling, Rollout] = {}
     for case in cases:
         start = time.perf_counter()
