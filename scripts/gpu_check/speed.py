@@ -203,18 +203,18 @@ def _plan(setting: Setting) -> list[Timed]:
 
 
 def _small(setting: Setting) -> list[Timed]:
-    """One of each kind; decoding after long prompts by plain XLA alone, which compiles sooner."""
+    """One of each kind, all of a step's programs, so that there are three of them to compile.
+
+    Decoding after long prompts is by plain XLA alone, which compiles sooner.
+    """
 
     def exact(kind: Kind, *amount: Any) -> Timed:
         return Timed(kind, Whole(setting, "1.7B", "exact", Amount(*amount)))
 
-    decode, update = exact(DECODE, 2, 4, 6), exact(UPDATE, 1, 4, 8, 2, 1)
+    step = exact(STEP, 1, 4, 6, 4, 2)
+    kinds = DECODE, UPDATE, STEP, _profile(DECODE, _sampling), _profile(UPDATE, _updating)
     between = exact(BETWEEN, 2, 4, SHORT + 4).with_side("native")
-    profiled = [
-        replace(decode, kind=_profile(DECODE, _sampling)),
-        replace(update, kind=_profile(UPDATE, _updating)),
-    ]
-    return [decode, update, exact(STEP, 1, 4, 6, 4, 4), *profiled, between]
+    return [*(replace(step, kind=kind) for kind in kinds), between]
 
 
 def _sampling(whole: Whole):

@@ -117,7 +117,8 @@ def test_what_a_model_or_machine_cannot_be_is_refused_before_compiling(overrides
 
 
 AHEAD = ["sampler.max_staleness=2", "placement.split=true", "placement.sampler.data=2"]
-PLAIN = ["warmup.steps=0", "eval.every=0"]
+SMALL = "model.architecture.num_layers=1"
+PLAIN = ["warmup.steps=0", "eval.every=0", SMALL]
 
 
 def test_too_few_devices_for_a_sampler_of_its_own_are_refused(tmp_path, capsys):
@@ -134,7 +135,6 @@ def test_a_run_that_draws_ahead_is_resumed_and_may_be_placed_otherwise(
 ):
     """A run that ends and goes on, on devices of the sampler's own, and one that never stopped."""
     lines, models = [], []
-    own = [*PLAIN, "model.architecture.num_layers=1"]
     for name, stops in (("whole", ([*AHEAD, "steps=5"],)), ("parts", (AHEAD, AHEAD[:1]))):
         config, folder = tmp_path / f"{name}.toml", tmp_path / name
         # The decay moves the weights even where no reward does.
@@ -142,7 +142,7 @@ def test_a_run_that_draws_ahead_is_resumed_and_may_be_placed_otherwise(
         config.write_text(f'{tiny.RUN}\n{decay}\n[run]\nfolder = "{folder}"\n')
         for words in stops:
             more = ["steps=5"] if words == AHEAD[:1] else []
-            assert cli.main(["train", str(config), *own, *words, *more]) == 0
+            assert cli.main(["train", str(config), *PLAIN, *words, *more]) == 0
         lines.append((folder / "metrics.jsonl").read_text())
         models.append((folder / "model" / "model.safetensors").read_bytes())
     assert len(assembled_once) == 2  # the placements
@@ -166,7 +166,7 @@ def test_a_run_on_a_mesh_goes_on_on_another(tmp_path, capsys, measured_once):
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["exact_share"] == 1.0 and line["compared_tokens"] > 0 for line in lines)
     # As many as a step draws: the same program as its sampler.
-    evaluated = ["placement.data=4", "eval.prompts=2", "eval.samples=4"]
+    evaluated = [SMALL, "placement.data=4", "eval.prompts=2", "eval.samples=4"]
     assert cli.main(["eval", str(config), *evaluated]) == 0
     assert "evaluated step 3" in capsys.readouterr().out
     outputs = []
