@@ -21,7 +21,7 @@ from bench_common import cpu_model
 
 from tim_jax import mismatch
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import benches, measuring, train
+from tim_jax.app.jobs import measuring, train
 from tim_jax.app.run import charts
 from tim_jax.instruments.auditing import ablation
 from tim_jax.instruments.auditing.ablation import BASELINE, TOGETHER, Arm
@@ -116,7 +116,7 @@ def cases(tables: Sequence[dict[str, Any]]) -> list[Arm]:
 
 def measure(folder: str, prompts: int, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The records at temperature 1, and at temperature 0.6 with top_p 0.8."""
-    bench = benches.make_bench(folder, prompts=prompts, samples=samples)
+    bench = measuring.make_bench(folder, prompts=prompts, samples=samples)
     # Of up to 24 tokens, so that a sequence has one block of keys: half the compiling.
     sampling = replace(bench.execution.sampling, max_tokens=24)
     bench = replace(bench, name=MODEL, execution=replace(bench.execution, sampling=sampling))
@@ -202,7 +202,7 @@ def measure_dtypes(folder: str, prompts: int, samples: int) -> dict[str, dict[st
     """Learner's dtype -> its record: with other kernels, and of float32 with another dtype."""
     records = {}
     for dtype in ("float32", "bfloat16", "float16"):
-        bench = benches.make_bench(folder, prompts=prompts, samples=samples, dtype=dtype)
+        bench = measuring.make_bench(folder, prompts=prompts, samples=samples, dtype=dtype)
         tables = (*ONE_SIDE, *KERNELS) if dtype == "float32" else KERNELS
         records[dtype] = measuring.report(bench, cases(tables)).record
     return records

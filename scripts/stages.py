@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from tim_jax.app import cli
-from tim_jax.app.jobs import following, train
+from tim_jax.app.jobs import train
 from tim_jax.app.run import charts, checkpoints
 from tim_jax.model import hf
 from tim_jax.rl import drawing
@@ -119,8 +119,8 @@ STAGES: dict[str, Callable[[Kill], None]] = {
     "sampling": _program("sample"),
     "grading": _grading,
     "update": _program("update"),
-    "before the lines of a step": lambda kill: _before(following, "_record", kill),
-    "after the lines of a step": lambda kill: _after(following, "_record", kill),
+    "before the lines of a step": lambda kill: _before(train, "_record", kill),
+    "after the lines of a step": lambda kill: _after(train, "_record", kill),
     "a checkpoint's arrays": lambda kill: _after(checkpoints.ocp.AsyncCheckpointer, "save", kill),
     "a checkpoint's manifest": lambda kill: _before(checkpoints, "_write_synced", kill),
     "a checkpoint's name": lambda kill: _after(checkpoints, "_write_synced", kill),

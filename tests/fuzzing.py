@@ -34,7 +34,7 @@ from tim_jax.api import diagnosing, rollouts
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.jobs import assembling, audit, measuring, models, planning, resuming, studies
+from tim_jax.app.jobs import assembling, audit, measuring, models, planning, studies, train
 from tim_jax.app.run import assembly, folders, signals, sources
 from tim_jax.common.errors import ENDINGS, InputError
 from tim_jax.instruments.study import report, running
@@ -249,7 +249,7 @@ def stand(patch) -> None:
     patch.setattr(processes, "join", began)
     patch.setattr(signals, "print_if_aborted", lambda line: nullcontext())
     patch.setattr(os, "_exit", _left)
-    patch.setattr(resuming, "begun", lambda job, run: _encoded(job))
+    patch.setattr(train, "begun", lambda job, run: _encoded(job))
     patch.setattr(models, "assemble", evaluated)
     patch.setattr(rollouts, "draw", began)
     patch.setattr(audit.auditing, "audit", began)

@@ -23,7 +23,7 @@ from transformers.utils import chat_template_utils
 import tim_jax
 from tim_jax.app import cli
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import assembling, benches, generating, train
+from tim_jax.app.jobs import assembling, generating, measuring, train
 from tim_jax.app.run import assembly, checkpoints, folders, grading, sources
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.loggers import read_lines
@@ -241,9 +241,10 @@ def test_the_model_is_one_of_transformers(finished):
 
 
 def test_the_model_is_that_of_the_last_step(finished):
-    model = sources.load_model(str(finished / "model"))
+    folder = finished / "model"
+    params = hf.load_params(folder, hf.load_config(folder))
     restored = programs_state(finished)
-    assert tiny.bits(model.params) == tiny.bits(restored)
+    assert tiny.bits(params) == tiny.bits(restored)
 
 
 def test_the_model_stops_where_the_run_did(finished, call):
@@ -923,7 +924,7 @@ def test_a_run_that_holds_nothing_out_is_measured_on_what_it_trains_on(call, fol
     status, out, _ = call("audit", "all", "--sampler", dial, "--prompts", 3, "--samples", 2)
     assert status == 0
     assert out.endswith("exact where the sampler is the learner's own\n")
-    drawn = benches.make_bench("all", prompts=3, samples=2).prompts
+    drawn = measuring.make_bench("all", prompts=3, samples=2).prompts
     assert drawn.lengths.tolist() == [4, 4, 4]  # a number of one digit, "+1="
 
 
@@ -982,7 +983,7 @@ def test_a_run_has_the_prompts_of_its_first_day(call, folder, monkeypatch):
         for day, steps in zip(days, (1, 2), strict=True):
             on_day(monkeypatch, day)
             assert call(*arguments, f"run.folder={name}", f"steps={steps}")[0] == 0
-        drawn = benches.make_bench(name, prompts=3, samples=2).prompts
+        drawn = measuring.make_bench(name, prompts=3, samples=2).prompts
         assert np.asarray(drawn.tokens)[:, :2].tolist() == [day_11] * 3
     assert metrics_of(folder / "two_days") == metrics_of(folder / "one_day")
     monkeypatch.undo()

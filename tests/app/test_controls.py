@@ -9,7 +9,7 @@ import tiny
 
 from tim_jax import mismatch
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import assembling, planning, train, warming
+from tim_jax.app.jobs import assembling, planning, train
 from tim_jax.app.run import assembly, sources
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
@@ -129,4 +129,4 @@ def test_a_control_is_planned_with_its_entries_once(tmp_path, unmeasured):
     execution = assembly.make_execution(control, model)
     assert planned.execution.edits == execution.edits != ()
     job = SimpleNamespace(config=control, model=model, execution=execution)
-    assert warming._execution(job).edits == ()
+    assert train._warm_execution(job).edits == ()

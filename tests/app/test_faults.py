@@ -26,7 +26,7 @@ import pytest
 from app.test_cli import CONFIG
 
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import assembling, following, train
+from tim_jax.app.jobs import assembling, train
 from tim_jax.app.run import charts, checkpoints, folders
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
@@ -363,7 +363,7 @@ TIMES = {
 CALLED = (
     (train, "assemble"),
     (drawing, "graded"),
-    (following, "_record"),
+    (train, "_record"),
     (checkpoints, "_write_synced"),
     (checkpoints, "_sync_folder"),
     (hf, "_write_weights"),

@@ -237,7 +237,7 @@ class TestResume:
 
     def test_elsewhere_it_is_refused_by_name(self, run):
         with pytest.raises(InputError) as caught:
-            checks.check_family(run)
+            checks.check_resumed(run)
         assert str(caught.value) == (
             f"{run.run.folder} holds a run whose numerics.family was 'pallas_gpu'; 'auto' is"
             " 'tiles' here: set numerics.family=pallas_gpu, or another run.folder"
@@ -246,26 +246,27 @@ class TestResume:
     def test_the_family_by_name_is_the_same_run(self, run, monkeypatch):
         section = run.numerics.model_copy(update={"family": "pallas_gpu"})
         named = run.model_copy(update={"numerics": section})
-        checks.check_family(named)
+        checks.check_resumed(named)
         assert "numerics.family" in folders.changeable(named)
         monkeypatch.setattr(pallas, "platform", lambda: "gpu")
-        checks.check_family(run)
+        checks.check_resumed(run)
 
     def test_a_run_of_an_older_version_has_it_in_its_config(self, run):
         folder = Path(run.run.folder)
         (folder / "numerics.json").write_text('{"numerics": "native float32"}')
-        checks.check_family(run)  # what "auto" stood for is not known
+        checks.check_resumed(run)  # what "auto" stood for is not known
         text = (folder / "config.toml").read_text().replace('"auto"', '"native"')
         (folder / "config.toml").write_text(text)
         with pytest.raises(InputError, match=r"numerics\.family was 'native'"):
-            checks.check_family(run)
+            checks.check_resumed(run)
 
     def test_steps_that_are_behind_it_are_refused(self, run, monkeypatch):
         monkeypatch.setattr(checkpoints, "list_steps", lambda folder: [20, 30])
+        monkeypatch.setattr(pallas, "platform", lambda: "gpu")
         at = run.run.folder
-        checks.check_steps(run.model_copy(update={"steps": 30}))
+        checks.check_resumed(run.model_copy(update={"steps": 30}))
         with pytest.raises(InputError) as caught:
-            checks.check_steps(run.model_copy(update={"steps": 29}))
+            checks.check_resumed(run.model_copy(update={"steps": 29}))
         assert str(caught.value) == (
             f"steps = 29: the run in {at} is at step 30 already; set steps to 30 or more, or"
             " another run.folder"
@@ -273,7 +274,7 @@ class TestResume:
 
     def test_before_the_first_checkpoint_anything_goes(self, run, monkeypatch):
         monkeypatch.setattr(checkpoints, "list_steps", lambda folder: [])
-        checks.check_family(run)
+        checks.check_resumed(run)
 
 
 def test_configs_written_by_the_writer_before_are_the_same_runs():

@@ -16,7 +16,7 @@ from tim_jax.common.types import Rollout
 from tim_jax.instruments.diagnosis import evidence, readers
 from tim_jax.instruments.diagnosis.declared import Distribution
 from tim_jax.instruments.diagnosis.evidence import Forward
-from tim_jax.instruments.diagnosis.rollouts import Collected, Ended, Limits, Response, collect
+from tim_jax.instruments.diagnosis.rollouts import Collected, Limits, Response, collect
 from tim_jax.model.execution import Sampling
 from tim_jax.rl.drawing import Sample
 from tim_jax.rl.training import Training
@@ -161,13 +161,12 @@ def arrays(model: Model, responses: Sequence[Response]) -> Rollout:
     most = model.config.max_positions
     prompts = max(prompts, min(padded(prompts), most - longest))
     size = max(longest, min(padded(longest), most - prompts))
-    said = [replace(r, ended=r.ended or _looks_ended(r, model)) for r in responses]
+    # How a response ended that does not say it, its last token shows.
+    said = [
+        replace(r, ended=r.ended or ("token" if r.tokens[-1] in model.stop_tokens else "cut"))
+        for r in responses
+    ]
     return evidence.side_by_side(said, prompts, size)
-
-
-def _looks_ended(response: Response, model: Model) -> Ended:
-    """How a response ended that does not say it: by its last token."""
-    return "token" if response.tokens[-1] in model.stop_tokens else "cut"
 
 
 def samples(model: Model, responses: Sequence[Response], rewards: np.ndarray) -> list[Sample]:

@@ -121,7 +121,6 @@ def _refuse_again(given: Mapping[str, Any]) -> None:
 
 
 def _samples_of(responses: Sequence[Response], samples: int | None, before: Model | Step) -> int:
-    """How many samples a prompt has."""
     if isinstance(before, Step):
         own = before.started.programs.training.learning.samples
         if samples not in (None, own):

@@ -80,7 +80,7 @@ class Model:
     @property
     def most_tokens(self) -> int:
         """Of a response if nothing else is said: 256, or half of the model's positions if less."""
-        return min(_MOST_TOKENS, self.config.max_positions // 2)
+        return min(256, self.config.max_positions // 2)
 
     def execution(self, sampling: Sampling) -> Execution:
         """All that turns these weights into tokens and log-probs of a distribution."""
@@ -111,9 +111,6 @@ class Model:
         )
 
 
-_MOST_TOKENS = 256  # of a response
-
-
 def _dial(entries: Any) -> Mismatch:
     """Entries as values or as a configuration's tables."""
     if isinstance(entries, Mismatch):
@@ -129,9 +126,7 @@ def _dial(entries: Any) -> Mismatch:
     return Mismatch(tuple(values))
 
 
-@lru_cache(maxsize=16)
-def _preparation(execution: Execution) -> Any:
-    return programs.weights_program(execution)
+_preparation = lru_cache(maxsize=16)(programs.weights_program)
 
 
 def check_model(where: str, model: object) -> None:
@@ -198,7 +193,9 @@ def begin(
 ) -> Model:
     """What `load` knows before it measures the machine and reads weights: `params` are None."""
     found = sources.open_model(str(sources.final_model(source)))
-    where = _everywhere() if placement is None else placement
+    where = placement
+    if where is None:
+        where = SINGLE if jax.process_count() == 1 else Placement(fsdp=jax.device_count())
     check_devices(where)
     tiles = Numerics(column_tiles=where.tensor)
     programs.check_placement(Execution(found.config, tiles, placement=where))
@@ -226,10 +223,6 @@ def complete(
     processes.agree(repr(numerics), "what was measured of its machine")
     params = hf.load_params(sources.final_model(source), model.config, dtype=model.dtype)
     return replace(model, params=params, numerics=numerics)
-
-
-def _everywhere() -> Placement:
-    return SINGLE if jax.process_count() == 1 else Placement(fsdp=jax.device_count())
 
 
 def check_devices(where: Placement) -> None:

@@ -157,7 +157,6 @@ def request(
     slots: int | None = None,
 ) -> Request:
     """What `sample` would draw. Needs no weights; arguments and errors as of `sample`."""
-    check_model("sample", model)
     check_whole("sample: samples", samples, least=1)
     check_whole("sample: seed", seed, least=0, most=2**32 - 1)
     if slots is not None:
@@ -201,7 +200,6 @@ def draw(model: Model, asked: Request) -> Rollout:
 
 
 def _checked(prompts: Any) -> list[Any]:
-    """The prompts as the library has them."""
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         raise InputError(
             f"sample: prompts must be a list of prompts, got {shown(prompts)}; one prompt is"
@@ -282,7 +280,7 @@ def score(
     # Whole micro-batches, on every device as many rows: filled up with copies of the last one.
     chosen = np.minimum(np.arange(rows + -rows % (micro_batch or shards)), rows - 1)
     filled = jax.tree.map(lambda x: x[chosen], rollout.arrays)
-    program = _scorer(model.execution(rollout.sampling), micro_batch)
+    program = _scorer(model.execution(rollout.sampling), micro_batch=micro_batch)
     with waiting.during("scoring", about=waiting.COMPILES):
         log_probs = jax.device_get(program(model.weights, filled))[:rows]
     return np.where(rollout.mask, log_probs, np.float32(0.0))
@@ -297,6 +295,4 @@ def _sampler(execution: Execution, samples: int, slots: int | None) -> Any:
     )
 
 
-@lru_cache(maxsize=32)
-def _scorer(execution: Execution, micro_batch: int | None) -> Any:
-    return programs.scoring_program(execution, micro_batch=micro_batch)
+_scorer = lru_cache(maxsize=32)(programs.scoring_program)

@@ -11,7 +11,7 @@ from tim_jax.app.run import display
 from tim_jax.common import pages, waiting
 from tim_jax.common.errors import InputError
 from tim_jax.model import adapters
-from tim_jax.model.adapters import Adapter, Lora
+from tim_jax.model.adapters import Adapter
 from tim_jax.placement import processes
 from tim_jax.rl import loop
 from tim_jax.rl.drawing import Sample
@@ -44,8 +44,8 @@ class Step:
 
     def __repr__(self) -> str:
         """The line, and the first completions with their rewards."""
-        rows = (display.Completion(x.prompt, x.completion, x.reward) for x in self.samples[:4])
-        return "\n".join([str(self), *(display.completion_line(row, width=100) for row in rows)])
+        lines = (display.completion_line(sample, width=100) for sample in self.samples[:4])
+        return "\n".join([str(self), *lines])
 
     def _repr_html_(self) -> str:
         rows = [(f"{x.reward:g}", x.prompt, x.completion, x.answer) for x in self.samples[:8]]
@@ -74,12 +74,13 @@ class Step:
         Raises:
           InputError: none is trained, or as `model`.
         """
-        if self.started.lora is None:
+        lora = self.started.programs.training.execution.lora
+        if lora is None:
             raise InputError(
                 "there is no adapter; training=model.training(lora=tim_jax.Lora(8)) trains one"
             )
         self.check_there()
-        return Adapter(self.started.lora, loop.copied(self.state.params))
+        return Adapter(lora, loop.copied(self.state.params))
 
     def check_there(self) -> None:
         """Raises `InputError` if training has gone on, and the step's weights are gone."""
@@ -98,11 +99,6 @@ class Started(NamedTuple):
     programs: Programs
     base: Any  # the parameters that stay as they are, if adapters are trained
     reference: Any  # compute weights of the KL term's reference policy, if there is one
-
-    @property
-    def lora(self) -> Lora | None:
-        """Sizes of the adapters that are trained, if any are."""
-        return self.programs.training.execution.lora
 
     def prepared(self, state: TrainState) -> Any:
         """The parameters of a state as they are computed with."""

@@ -3,7 +3,7 @@
 from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from tim_jax.common import inputs
 from tim_jax.common.errors import InputError
@@ -13,6 +13,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 FAMILIES = ("auto", "tiles", "native", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu")
 A_MODEL = "folder, hub name or run folder, or tiny, which comes with the package"
 KERNELS = f"kernels: {', '.join(FAMILIES)}; auto: tiles on CPU, pallas_gpu or pallas_tpu there"
+
+
+T = TypeVar("T")
 
 
 class RefusedError(Exception):
@@ -29,10 +32,22 @@ class Parser(ArgumentParser):
         raise RefusedError(f"{where}{message}; see {self.prog} --help")
 
 
-def add_command(commands: Any, name: str, about: str) -> ArgumentParser:
+def add_command(commands: Any, name: str, about: str, run: Callable[..., int]) -> ArgumentParser:
     """Adds a command, whose own page says what it does as well as the list of commands."""
     description = f"{about[0].upper()}{about[1:]}."
-    return commands.add_parser(name, help=about, description=description)
+    parser = commands.add_parser(name, help=about, description=description)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_flag(parser: ArgumentParser, option: str, about: str) -> None:
+    """Adds an option without a value."""
+    parser.add_argument(option, action="store_true", help=about)
+
+
+def add_file(parser: ArgumentParser, option: str, about: str) -> None:
+    """Adds an option that is a file."""
+    parser.add_argument(option, type=path, metavar="FILE", help=about)
 
 
 def add_kernels(parser: ArgumentParser, **options: Any) -> None:
@@ -40,8 +55,9 @@ def add_kernels(parser: ArgumentParser, **options: Any) -> None:
     parser.add_argument("--family", choices=FAMILIES, metavar="NAME", help=KERNELS, **options)
 
 
-def add_overrides(parser: ArgumentParser, about: str) -> None:
+def add_overrides(parser: ArgumentParser) -> None:
     """Adds changes to a config. With a default, for else argparse says that some are required."""
+    about = "changes to the config, such as steps=200; KEY=none takes the key's default"
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=about)
 
 
@@ -80,69 +96,61 @@ def add_number(parser: ArgumentParser, option: str, **options: Any) -> None:
     parser.add_argument(option, type=read, **options)
 
 
-def path(text: str) -> Path:
-    """Reads a path, as `inputs.expanded`."""
-    try:
-        return inputs.expanded(text)
-    except InputError as error:
-        raise RefusedError(f"{error}") from None
+def _refusing(read: Callable[[str], T]) -> Callable[[str], T]:
+    def refusing(text: str) -> T:
+        try:
+            return read(text)
+        except InputError as error:
+            raise RefusedError(f"{error}") from None
+
+    return refusing
 
 
-def name(text: str) -> str:
-    """Reads the name of a model or run, as `inputs.expanded_name`."""
-    try:
-        return inputs.expanded_name(text)
-    except InputError as error:
-        raise RefusedError(f"{error}") from None
+path = _refusing(inputs.expanded)
+name = _refusing(inputs.expanded_name)  # of a model or a run
 
 
-def add_eval(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
+def add_eval(commands: Any, run: Callable[..., int]) -> None:
     """Adds `tim-jax eval`."""
-    evaluate = add_command(commands, "eval", "evaluate on the held-out problems of a run")
+    evaluate = add_command(commands, "eval", "evaluate on the held-out problems of a run", run)
     evaluate.add_argument("config", help="run folder, or TOML file, see configs/")
-    add_overrides(evaluate, overrides)
+    add_overrides(evaluate)
     evaluate.add_argument(
         "--model", type=name, help="folder or hub name; default: the run's checkpoint"
     )
-    evaluate.add_argument("--json", type=path, metavar="FILE", help="write the scores there")
-    evaluate.set_defaults(run=run)
+    add_file(evaluate, "--json", "write the scores there")
 
 
-def add_export(commands: Any, *, run: Callable[..., int]) -> None:
+def add_export(commands: Any, run: Callable[..., int]) -> None:
     """Adds `tim-jax export`."""
-    export = add_command(commands, "export", "write a run's checkpoint as transformers loads it")
+    export = add_command(
+        commands, "export", "write a run's checkpoint as transformers loads it", run
+    )
     export.add_argument("source", metavar="run", type=name, help="run folder")
     export.add_argument("folder", type=path, help="new folder for the model")
     add_whole(export, "--step", 0, help="of the checkpoint; default: the newest")
     export.add_argument("--dtype", choices=DTYPES, help="default: float32")
     about = "the trained adapter alone, as PEFT loads it"
-    export.add_argument("--adapter", action="store_true", help=about)
-    export.set_defaults(run=run)
+    add_flag(export, "--adapter", about)
 
 
-def add_audit(commands: Any, *, run: Callable[..., int]) -> None:
+def add_audit(commands: Any, run: Callable[..., int]) -> None:
     """Adds `tim-jax audit`."""
-    audit = add_command(commands, "audit", "prove that sampler and learner agree to the bit")
+    audit = add_command(commands, "audit", "prove that sampler and learner agree to the bit", run)
     audit.add_argument("model", type=name, help=f"{A_MODEL}; or a preset")
-    audit.add_argument("--json", type=path, metavar="FILE", help="write the result there")
-    audit.add_argument("--quick", action="store_true", help="fewer cases")
+    add_file(audit, "--json", "write the result there")
+    add_flag(audit, "--quick", "fewer cases")
     add_kernels(audit)
-    audit.add_argument(
-        "--interpret", action="store_true", help="run Pallas kernels without their device, slowly"
-    )
-    audit.add_argument(
-        "--several-tiles",
-        action="store_true",
-        help="as numerics.several_tiles; see docs/kernels.md",
-    )
+    add_flag(audit, "--interpret", "run Pallas kernels without their device, slowly")
+    add_flag(audit, "--several-tiles", "as numerics.several_tiles; see docs/kernels.md")
     audit.add_argument(
         "--sampler",
         metavar="ENTRIES",
         help="measure the mismatch of a sampler instead: TOML file or inline list, such as"
         """ '[{name = "kv_cache", dtype = "float8_e4m3fn"}]'; see docs/mismatch.md""",
     )
-    audit.add_argument("--markdown", type=path, metavar="FILE", help="with --sampler: tables")
-    audit.add_argument("--chart", type=path, metavar="FILE", help="with --sampler: PNG, PDF or SVG")
+    add_file(audit, "--markdown", "with --sampler: tables")
+    add_file(audit, "--chart", "with --sampler: PNG, PDF or SVG")
     audit.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -150,21 +158,17 @@ def add_audit(commands: Any, *, run: Callable[..., int]) -> None:
     )
     add_whole(audit, "--prompts", 1, help="with --sampler; default: 32")
     add_whole(audit, "--samples", 1, help="with --sampler: per prompt; default: 8")
-    audit.set_defaults(run=run)
 
 
-def add_plan(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
+def add_plan(commands: Any, run: Callable[..., int]) -> None:
     """Adds `tim-jax plan`."""
-    plan = add_command(commands, "plan", "what a step would take on TPUs or GPUs that are not here")
-    plan.add_argument("config", help="TOML file, see configs/")
-    add_overrides(plan, overrides)
-    plan.add_argument("--topology", required=True, help="such as v5e:4x4, v5p:2x2x4 or h200:1")
-    plan.add_argument(
-        "--architecture",
-        type=path,
-        metavar="FILE",
-        help="a config.json to plan for in place of the config's model",
+    plan = add_command(
+        commands, "plan", "what a step would take on TPUs or GPUs that are not here", run
     )
+    plan.add_argument("config", help="TOML file, see configs/")
+    add_overrides(plan)
+    plan.add_argument("--topology", required=True, help="such as v5e:4x4, v5p:2x2x4 or h200:1")
+    add_file(plan, "--architecture", "a config.json to plan for in place of the config's model")
     plan.add_argument(
         "--layers",
         default="4,8",
@@ -176,15 +180,14 @@ def add_plan(commands: Any, *, overrides: str, run: Callable[..., int]) -> None:
         metavar="N",
         help="of a response; needs learner.micro_batch_tokens (default: all are the longest)",
     )
-    plan.add_argument("--quick", action="store_true", help="do not search for the largest batch")
-    plan.add_argument("--json", type=path, metavar="FILE", help="write the plan there")
-    plan.set_defaults(run=run)
+    add_flag(plan, "--quick", "do not search for the largest batch")
+    add_file(plan, "--json", "write the plan there")
 
 
-def add_diagnose(commands: Any, *, run: Callable[..., int]) -> None:
+def add_diagnose(commands: Any, run: Callable[..., int]) -> None:
     """Adds `tim-jax diagnose`."""
     parser = add_command(
-        commands, "diagnose", "say what is wrong with log-probs that another system recorded"
+        commands, "diagnose", "say what is wrong with log-probs that another system recorded", run
     )
     parser.add_argument("model", type=name, help=A_MODEL)
     parser.add_argument("rollouts", type=path, help="JSON lines, JSON or Parquet, see docs")
@@ -213,37 +216,35 @@ def add_diagnose(commands: Any, *, run: Callable[..., int]) -> None:
         metavar="MODEL",
         help="may have drawn them instead: an earlier checkpoint, a base without its adapter",
     )
-    parser.add_argument("--skip-bad", action="store_true", help="diagnose the lines that are good")
-    parser.add_argument("--json", type=path, metavar="FILE", help="write the result there")
-    parser.add_argument("--html", type=path, metavar="FILE", help="write a page there")
-    parser.set_defaults(run=run)
+    add_flag(parser, "--skip-bad", "diagnose the lines that are good")
+    add_file(parser, "--json", "write the result there")
+    add_file(parser, "--html", "write a page there")
 
 
-def add_study(commands: Any, *, run: Callable[..., int]) -> None:
+def add_study(commands: Any, run: Callable[..., int]) -> None:
     """Adds `tim-jax study`."""
-    study = add_command(commands, "study", "run the arms of a study side by side, with controls")
+    study = add_command(
+        commands, "study", "run the arms of a study side by side, with controls", run
+    )
     study.add_argument("study", nargs="?", type=path, help="TOML file, see configs/studies/")
-    study.add_argument("--list", action="store_true", help="the studies that are shipped")
+    add_flag(study, "--list", "the studies that are shipped")
     add_whole(study, "--jobs", 1, default=1, metavar="N", help="runs at a time")
     study.add_argument("--folder", type=path, help="default: runs/studies/NAME")
-    study.set_defaults(run=run)
 
 
-def add_report(commands: Any, *, run: Callable[..., int]) -> None:
+def add_report(commands: Any, run: Callable[..., int]) -> None:
     """Adds `tim-jax report`."""
-    report = add_command(commands, "report", "a page with the figures of runs and studies")
+    report = add_command(commands, "report", "a page with the figures of runs and studies", run)
     report.add_argument("folders", nargs="+", type=path, metavar="RUN_OR_STUDY")
     report.add_argument(
         "--out", type=path, default=Path("report.html"), help="the page; figures as PNG beside it"
     )
-    report.set_defaults(run=run)
 
 
-def add_translate(commands: Any, *, run: Callable[..., int]) -> None:
+def add_translate(commands: Any, run: Callable[..., int]) -> None:
     """Adds `tim-jax translate`."""
     translate = add_command(
-        commands, "translate", "a verl configuration as one of this library, and what differs"
+        commands, "translate", "a verl configuration as one of this library, and what differs", run
     )
     translate.add_argument("file", type=path, help="YAML file of verl, interpolations resolved")
-    translate.add_argument("--out", type=path, metavar="FILE", help="write the TOML there")
-    translate.set_defaults(run=run)
+    add_file(translate, "--out", "write the TOML there")

@@ -22,7 +22,6 @@ from tim_jax.common.errors import Ending, InputError, writing
 if TYPE_CHECKING:
     from tim_jax.app.config.run import RunConfig
 
-_OVERRIDES = "changes to the config, such as steps=200; KEY=none takes the key's default"
 # What JAX's own errors say when another process is gone: of the transport, or of the coordinator.
 _SIGNS_OF_LOSS = ("gloo", "Gloo", "Connection", "coordination", "heartbeat", "UNAVAILABLE")
 
@@ -166,8 +165,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=about)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
-    read.add_eval(commands, overrides=_OVERRIDES, run=_evaluate)
-    generate = read.add_command(commands, "generate", "sample completions")
+    read.add_eval(commands, _evaluate)
+    generate = read.add_command(commands, "generate", "sample completions", _generate)
     generate.add_argument("model", type=read.name, help=read.A_MODEL)
     generate.add_argument("prompt", nargs="+", help="text, or a user's message in a chat")
     read.add_whole(generate, "--samples", 1, default=1, help="of each prompt; default: 1")
@@ -179,35 +178,32 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", choices=read.DTYPES, default="float32")
     read.add_kernels(generate, default="auto")
     read.add_whole(generate, "--seed", 0, 2**32, default=0)
-    generate.add_argument("--plain", action="store_true", help="no chat template")
+    read.add_flag(generate, "--plain", "no chat template")
     for axis in ("data", "fsdp", "expert", "tensor"):
         about = f"devices on the {axis} axis"
         read.add_whole(generate, f"--{axis}", 1, default=1, help=about)
-    generate.set_defaults(run=_generate)
-
-    read.add_export(commands, run=_export)
-    read.add_audit(commands, run=_audit)
-    read.add_diagnose(commands, run=_diagnose)
-    read.add_plan(commands, overrides=_OVERRIDES, run=_plan)
-    read.add_study(commands, run=_study)
-    read.add_report(commands, run=_report)
-    read.add_translate(commands, run=_translate)
+    read.add_export(commands, _export)
+    read.add_audit(commands, _audit)
+    read.add_diagnose(commands, _diagnose)
+    read.add_plan(commands, _plan)
+    read.add_study(commands, _study)
+    read.add_report(commands, _report)
+    read.add_translate(commands, _translate)
     return parser
 
 
 def _add_train(commands: Any) -> None:
-    train = read.add_command(commands, "train", "train (or resume) the run of a config")
+    train = read.add_command(commands, "train", "train (or resume) the run of a config", _train)
     train.add_argument("config", help="TOML file, see configs/")
-    read.add_overrides(train, _OVERRIDES)
-    train.add_argument(
+    read.add_overrides(train)
+    read.add_flag(
+        train,
         "--distributed",
-        action="store_true",
-        help="one of several processes, as SLURM, Open MPI, GKE or a TPU pod started them",
+        "one of several processes, as SLURM, Open MPI, GKE or a TPU pod started them",
     )
     train.add_argument("--coordinator", metavar="HOST:PORT", help="one of several: process 0")
     read.add_whole(train, "--processes", 1, metavar="N", help="one of several: how many")
     read.add_whole(train, "--process", 0, metavar="I", help="one of several: which, from 0")
-    train.set_defaults(run=_train)
 
 
 # The jobs are imported by the command that needs them, so that --help and bad arguments do not
@@ -316,20 +312,21 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _ablate(arguments: argparse.Namespace) -> int:
-    from tim_jax.app.jobs import benches, measuring, memory
+    from tim_jax.app.jobs import measuring, memory
+    from tim_jax.instruments.auditing import ablation
 
     for name in ("quick", "family", "interpret", "several_tiles"):
         if getattr(arguments, name):
             raise InputError(f"--{name.replace('_', '-')} does not go with --sampler")
     dial = measuring.read_dial(arguments.sampler)
     with memory.explained(lambda: {"": ("--prompts", "--samples", "--dtype bfloat16")}):
-        bench = benches.make_bench(
+        bench = measuring.make_bench(
             arguments.model,
             prompts=arguments.prompts or 32,
             samples=arguments.samples or 8,
             dtype=arguments.dtype,
         )
-        result = measuring.measure(bench, dial, chart=arguments.chart)
+        result = measuring.report(bench, ablation.alone_and_together(dial), chart=arguments.chart)
     _write(arguments.json, result.json)
     _write(arguments.markdown, result.markdown)
     return 0 if result.exact else 1
@@ -371,9 +368,26 @@ def _translate(arguments: argparse.Namespace) -> int:
 def _diagnose(arguments: argparse.Namespace) -> int:
     if not arguments.rollouts.exists():
         raise InputError(f"rollouts {arguments.rollouts}: no such file")
-    from tim_jax.app.jobs import diagnosing
+    from tim_jax import api
+    from tim_jax.instruments.diagnosis.rollouts import RolloutsError, by_kind
 
-    return diagnosing.diagnose(diagnosing.Order(**diagnosing.named(arguments)))
+    names = ("format", "temperature", "top_k", "top_p", "log_probs", "skip_bad")
+    how = {name: getattr(arguments, name) for name in names}
+    model = api.load(arguments.model, dtype=arguments.dtype)
+    try:
+        found = api.diagnose(model, arguments.rollouts, weights=arguments.candidate_weights, **how)
+    except RolloutsError as error:
+        if error.total == 1:
+            raise
+        for line in error.lines:
+            print(line, file=sys.stderr)
+        raise InputError(error.summary) from error
+    for line in by_kind(found.problems):
+        print(f"skipped: {line}", file=sys.stderr)
+    print(found)
+    _write(arguments.json, found.json)
+    _write(arguments.html, found.html)
+    return 0 if found.normal else 1
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -416,4 +430,4 @@ def _write(path: Path | None, text: str) -> None:
     if path is None:
         return
     with writing(path):
-        path.write_text(text + "\n")
+        path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")

@@ -160,6 +160,15 @@ def _wrong_numbers(
             yield from _wrong_numbers(own, inside, depth + 1)
 
 
+def leaves(tables: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields what is in nested tables by its dotted key: `learner.mode`, "bypass"."""
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
 def shown(value: object) -> str:
     """Returns a value on one line of at most 80 characters, even if its own repr raises."""
     try:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tim_jax.app.run import display
-from tim_jax.app.run.display import Completion, Display, exact_text, open_display
+from tim_jax.app.run.display import Display, exact_text, open_display
+from tim_jax.rl.drawing import Sample
 
 METRICS = {
     "reward": 0.4123,
@@ -110,13 +111,13 @@ def test_sparkline():
 
 @given(st.text(), st.text(), st.integers(30, 200))
 def test_completions_never_send_control_characters(prompt, response, width):
-    line = display.completion_line(Completion(prompt, response, 1.0), width=width)
+    line = display.completion_line(Sample(prompt, response, "", 1.0), width=width)
     assert line.isprintable()
     assert len(line) <= width
 
 
 def test_completions_keep_the_answer_and_cut_the_middle():
-    row = Completion("p" * 300, "r" * 300 + "\x1b[2J 42\n", 0.5)
+    row = Sample("p" * 300, "r" * 300 + "\x1b[2J 42\n", "", 0.5)
     line = display.completion_line(row, width=80)
     assert len(line) <= 80
     assert re.fullmatch(r" 0\.50  p+… → …r+<1b>\[2J 42⏎", line)
@@ -126,7 +127,7 @@ def test_plain_completions_and_notes():
     out = io.StringIO()
     with open_display(total=2, file=out) as display:
         display.note("checkpoint 4 is damaged")
-        display.completions([Completion("1+2=", "3", 1.0)], title="before")
+        display.completions([Sample("1+2=", "3", "", 1.0)], title="before")
     assert out.getvalue() == "checkpoint 4 is damaged\nbefore:\n   1.00  1+2= → 3\n"
 
 
@@ -134,7 +135,7 @@ def test_a_stream_that_is_not_utf8_gets_question_marks():
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
     with open_display(total=2, file=out) as display:
-        display.completions([Completion("π", "3", 1.0)])
+        display.completions([Sample("π", "3", "", 1.0)])
     assert b"? ? 3" in raw.getvalue()
 
 
@@ -149,7 +150,7 @@ def test_the_live_panel_shows_the_same_facts():
     with Display(console, total=80, title="quickstart", clock=clock_of(0.0, 10.0)) as display:
         display.update(1, METRICS)
         display.note("[bold]not markup")
-        display.completions([Completion("[red]2+2=", "4\x1b[2J", 1.0)])
+        display.completions([Sample("[red]2+2=", "4\x1b[2J", "", 1.0)])
         display.update(2, {**METRICS, "unequal_tokens": 5, "exact_share": 0.999})
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
     for text in (
@@ -172,7 +173,7 @@ def test_completions_before_training_stay_beside_the_newest():
     out, console = terminal()
     with Display(console, total=9) as display:
         for step in range(3):
-            display.completions([Completion("2+2=", f"{step}", 1.0)], title=f"after step {step}")
+            display.completions([Sample("2+2=", f"{step}", "", 1.0)], title=f"after step {step}")
         out.truncate(0)
         display.update(3, METRICS)
     last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
@@ -192,7 +193,7 @@ def test_a_narrow_terminal_is_survived():
     out, console = terminal(width=20)
     with Display(console, total=3) as display:
         display.update(1, METRICS)
-        display.completions([Completion("a" * 50, "b" * 50, 0.0)])
+        display.completions([Sample("a" * 50, "b" * 50, "", 0.0)])
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).splitlines()
     assert max(map(len, lines)) <= 20
     assert any("0.412" in line for line in lines)

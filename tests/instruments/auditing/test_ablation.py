@@ -11,7 +11,6 @@ import tiny
 from tim_jax import mismatch
 from tim_jax.app import cli
 from tim_jax.app.jobs import measuring
-from tim_jax.app.jobs.benches import Bench
 from tim_jax.app.run import charts
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.auditing import ablation
@@ -21,13 +20,15 @@ DIAL = dials.dial(
     {"name": "log_prob_noise", "std": 0.01, "by": "probability"},
     {"name": "ignored_truncation"},
 )
-BENCH = Bench("tiny", dials.EXECUTION, tiny.params(dials.CONFIG), tiny.prompts(), tiny.GROUP)
+BENCH = measuring.Bench(
+    "tiny", dials.EXECUTION, tiny.params(dials.CONFIG), tiny.prompts(), tiny.GROUP
+)
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     chart = tmp_path_factory.mktemp("ablation") / "chart.png"
-    return measuring.measure(BENCH, DIAL, chart=chart), chart
+    return measuring.report(BENCH, ablation.alone_and_together(DIAL), chart=chart), chart
 
 
 def test_baseline_each_alone_and_together(result):
@@ -105,7 +106,7 @@ def test_short_numbers():
 
 def test_stale_weights_need_older_ones():
     with tiny.compilations() as counted, pytest.raises(InputError, match="no older weights"):
-        measuring.measure(BENCH, dials.standard("stale_weights"))
+        measuring.report(BENCH, ablation.alone_and_together(dials.standard("stale_weights")))
     assert not counted
 
 

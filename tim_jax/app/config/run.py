@@ -276,7 +276,10 @@ class RunConfig(Section):
     learner: Learner = Learner()
     optimizer: Annotated[Optimizer, TABLE] = Optimizer()
     task: Annotated[
-        BuiltinTask | GymTask | Annotated[DatasetTask, TABLE] | CustomTask,
+        Annotated[BuiltinTask, TABLE]
+        | Annotated[GymTask, TABLE]
+        | Annotated[DatasetTask, TABLE]
+        | Annotated[CustomTask, TABLE],
         Field(discriminator="kind"),
     ] = BuiltinTask()
     warmup: Annotated[Warmup, TABLE] = Warmup()

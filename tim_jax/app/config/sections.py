@@ -7,7 +7,7 @@ several sections say together is checked by `run.RunConfig`.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast, get_type_hints
 
 from pydantic import (
@@ -88,7 +88,7 @@ def refusal(key: str, value: Any, rule: str) -> PydanticCustomError:
 
 def part(kind: Callable[..., T], section: Any, **changes: Any) -> T:
     """The value of dataclass `kind` that a section extends, without the section's own keys."""
-    own = {field.name: getattr(section, field.name) for field in fields(cast(Any, kind))}
+    own = {one.name: getattr(section, one.name) for one in fields(cast(Any, kind))}
     return kind(**{**own, **changes})
 
 
@@ -335,11 +335,12 @@ def _respond(text: str) -> str:
 Respond = Annotated[str, AfterValidator(_respond)]
 
 
-class _Graded(Section):
-    """What every task with a reward of the user's has."""
+@dataclass(frozen=True, kw_only=True)
+class _Graded:
+    """What every task has: a reward or an environment of the user's."""
 
     reward: Function | None = None
-    """A reward of your own, `module:function`, in place of the task's."""
+    """A reward of your own, `module:function`, in place of the task's or of math-verify."""
     reward_time_limit: Seconds = REWARD_SECONDS
     """Seconds by the clock that a call of your reward, or of your task's grader, may take, and its
     import."""
@@ -349,7 +350,7 @@ class _Graded(Section):
     its own."""
     environment: Respond | None = None
     """Of episodes of several turns: `file.py:respond` or `module:respond`, in processes of its own.
-    Its rewards are those of the task."""
+    Its rewards are those of the task; with a dataset, its state begins as the row's answer."""
     environment_time_limit: Seconds = environments.SECONDS
     """Seconds by the clock until a reply; an episode that gets none ends there."""
     environment_workers: Count = environments.WORKERS
@@ -361,6 +362,7 @@ class _Graded(Section):
     were drawn, or cut the episode there, so that it goes on in a new row."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class BuiltinTask(_Graded):
     """A small task of `tim_jax.tasks.builtin`."""
 
@@ -368,16 +370,17 @@ class BuiltinTask(_Graded):
     name: Literal["running_sums", "sorting", "countdown", "addition", "guessing", "arithmetic"] = (
         "running_sums"
     )
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = field(default_factory=dict)
     """Keywords of the task's function, such as `digits = [4, 10]`."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class GymTask(_Graded):
     """A reasoning-gym dataset (extra `gym`)."""
 
     kind: Literal["gym"]
     name: str
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = field(default_factory=dict)
     """The dataset's own, without `seed` and `size`."""
     train_size: Count = 4096
     eval_size: Count = 128
@@ -387,37 +390,22 @@ class GymTask(_Graded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetTask(DatasetSource):
+class DatasetTask(DatasetSource, _Graded):
     """Rows of JSON lines, Parquet or the hub (extra `math` for its grader)."""
 
     kind: Literal["dataset"]
     time_limit: Seconds = 5.0
     """CPU seconds that grading one answer may take."""
-    reward: Function | None = None
-    """A reward of your own, `module:function`; left out: math-verify."""
-    reward_time_limit: Seconds = REWARD_SECONDS
-    """As for other tasks."""
-    reward_in_process: bool = False
-    """As for other tasks."""
-    environment: Respond | None = None
-    """As for other tasks; the state of an episode begins as its row's answer."""
-    environment_time_limit: Seconds = environments.SECONDS
-    """As for other tasks."""
-    environment_workers: Count = environments.WORKERS
-    """As for other tasks."""
-    environment_memory: Annotated[float, Field(gt=0, le=1e6)] = environments.MEMORY
-    """As for other tasks."""
-    history: History = "refuse"
-    """As for other tasks."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class CustomTask(_Graded):
     """A task made by a function of yours."""
 
     kind: Literal["custom"]
     factory: Function
     """`module:function`; returns a `tim_jax.tasks.base.Task`."""
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = field(default_factory=dict)
     """Its keywords."""
 
 

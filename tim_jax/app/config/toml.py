@@ -107,21 +107,22 @@ def validated(
     command_line: Iterable[Sequence[str]] = (),
 ) -> M:
     """Returns the checked section `kind` of a nested dict; otherwise as `build`."""
+
+    def where(key: Sequence[str]) -> str:
+        return COMMAND_LINE if any(_overlap(key, path) for path in command_line) else source
+
     wrong = inputs.wrong_number(data)
     if wrong is not None:
         key, value, rule = wrong
-        said_here = any(_overlap(key, path) for path in command_line)
-        where = COMMAND_LINE if said_here else source
-        raise InputError(f"{where}: {_dotted(key)} = {value}: {rule}")
+        raise InputError(f"{where(key)}: {_dotted(key)} = {value}: {rule}")
     try:
         return kind.model_validate(dict(data))
     except ValidationError as error:
         # A misspelt key comes first: it often is the reason for the others.
         problems = sorted(error.errors(), key=lambda e: e["type"] not in _UNKNOWN)
         key, text = _describe(problems[0], data, kind)
-        said_here = any(_overlap(key, path) for path in command_line)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise InputError(f"{COMMAND_LINE if said_here else source}: {text}{more}") from None
+        raise InputError(f"{where(key)}: {text}{more}") from None
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -274,11 +275,11 @@ def _describe(error: Any, data: Mapping[str, Any], root: type) -> tuple[tuple[st
         _, parents = _walk(error["loc"][:-1], data, root)
         known = {name for section in parents for name in _keys(section)}
         rule = f"unknown key{_elsewhere(key[-1], known, root) or did_you_mean(key[-1], known)}"
-    elif kind == "literal_error":
-        rule = "unknown value" + _near(value, re.findall(r"'([^']*)'", context["expected"]))
-    elif kind == "union_tag_invalid":
-        key, value = (*key, "kind"), context["tag"]
-        rule = "unknown value" + _near(value, re.findall(r"'([^']*)'", context["expected_tags"]))
+    elif kind in ("literal_error", "union_tag_invalid"):
+        if kind == "union_tag_invalid":
+            key, value = (*key, "kind"), context["tag"]
+        known = re.findall(r"'([^']*)'", context.get("expected") or context["expected_tags"])
+        rule = f"unknown value{did_you_mean(str(value), known)}"
     elif kind == "union_tag_not_found":
         kinds = {get_args(_keys(section)["kind"])[0] for section in sections}
         rule = f"needs the key 'kind', one of {', '.join(sorted(kinds))}"
@@ -365,10 +366,6 @@ def _places(name: str, section: type) -> Iterator[tuple[str, ...]]:
             yield (key,)
         for inner in _sections(kind):
             yield from ((key, *path) for path in _places(name, inner))
-
-
-def _near(value: Any, known: list[str]) -> str:
-    return did_you_mean(str(value), known)
 
 
 def _dotted(key: Sequence[str]) -> str:

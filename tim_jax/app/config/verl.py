@@ -222,24 +222,20 @@ class _Step:
             "temperature_positive": self.keys.get(f"{ACTOR}.tau_pos", 1.0),
             "temperature_negative": self.keys.get(f"{ACTOR}.tau_neg", 1.05),
         }
-        path = _POLICY_LOSS
         covariance = {
-            "share": self.keys.get(f"{path}.clip_cov_ratio", 2e-4),
-            "lower": self.keys.get(f"{path}.clip_cov_lb", 1.0),
-            "upper": self.keys.get(f"{path}.clip_cov_ub", 5.0),
+            "share": self.keys.get(f"{_POLICY_LOSS}.clip_cov_ratio", 2e-4),
+            "lower": self.keys.get(f"{_POLICY_LOSS}.clip_cov_lb", 1.0),
+            "upper": self.keys.get(f"{_POLICY_LOSS}.clip_cov_ub", 5.0),
         }
         penalised = {
-            "share": self.keys.get(f"{path}.kl_cov_ratio", 2e-4),
-            "coefficient": self.keys.get(f"{path}.ppo_kl_coef", 0.1),
+            "share": self.keys.get(f"{_POLICY_LOSS}.kl_cov_ratio", 2e-4),
+            "coefficient": self.keys.get(f"{_POLICY_LOSS}.ppo_kl_coef", 0.1),
         }
         if self.loss in ("clip_cov", "kl_cov"):
+            drawn = "; which tokens are dropped is drawn otherwise"
             self.differs.append(
                 "the covariance is of a mini-batch, and verl's of a micro-batch"
-                + (
-                    "; which tokens are dropped is drawn otherwise"
-                    if self.loss == "clip_cov"
-                    else ""
-                )
+                f"{drawn if self.loss == 'clip_cov' else ''}"
             )
         return {
             "reinforce": {},

@@ -1,6 +1,6 @@
 """The keys of a verl configuration: read from YAML, asked for by dotted path, and counted."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class Keys:
             raise InputError(f"{source}: rollout_correction is given twice")
         self._sections = data
         self._source = source
-        self._leaves = dict(_leaves(data))
+        self._leaves = dict(inputs.leaves(data))
         if alone is not None:
             self._leaves = {
                 f"algorithm.{k}" if k.startswith("rollout_correction.") else k: value
@@ -140,15 +140,6 @@ class Keys:
         inner = self._sections.get("actor_rollout_ref")
         inner = inner if isinstance(inner, Mapping) else {}
         return (*found, *(f"actor_rollout_ref.{name}" for name in inner if name != "actor"))
-
-
-def _leaves(data: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in data.items():
-        here = f"{path}.{name}" if path else str(name)
-        if isinstance(value, Mapping):
-            yield from _leaves(value, here)
-        else:
-            yield here, value
 
 
 REJECTIONS = tuple(

@@ -1,6 +1,6 @@
 """A run's job, assembled from its configuration: for training and for evaluation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,6 @@ from typing import Any
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.jobs import checks
 from tim_jax.app.run import assembly, grading, sources
-from tim_jax.app.run.display import Completion
 from tim_jax.app.run.sources import Model
 from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Execution
@@ -19,7 +18,7 @@ from tim_jax.tasks.episodes import Environment
 
 _EVAL_KEY = 0
 _EVAL_ROUNDS = 4  # times as many sequences as slots are queued at a time
-_SHOWN = 4  # completions shown before and after
+SHOWN = 4  # completions that are shown before and after
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,3 @@ def evaluator(
         )
 
     return run
-
-
-def shown(samples: Sequence[Sample]) -> list[Completion]:
-    """The first few completions of a step, as the display takes them."""
-    return [Completion(s.prompt, s.completion, s.reward) for s in samples[:_SHOWN]]

@@ -32,17 +32,18 @@ class _Audited:
     family: FamilyChoice
     interpret: bool
     dtypes: tuple[str, ...]
-    several_tiles: bool = False
+    several_tiles: bool
 
 
+@memory.explained(lambda: {"": ("--quick", "a smaller model", "fewer devices, as all are audited")})
 def audit_model(
     source: str,
     *,
-    quick: bool = False,
-    family: FamilyChoice = "auto",
-    interpret: bool = False,
-    dtype: str | None = None,
-    several_tiles: bool = False,
+    quick: bool,
+    family: FamilyChoice,
+    interpret: bool,
+    dtype: str | None,
+    several_tiles: bool,
 ) -> tuple[str, bool]:
     """Audits a preset, model folder, hub name or run folder, and prints a line for each case.
 
@@ -55,17 +56,10 @@ def audit_model(
     Returns:
       The result as JSON, and whether every token of every case was equal and all gradients right.
     """
-    with memory.explained(
-        lambda: {"": ("--quick", "a smaller model", "fewer devices, as all are audited")}
-    ):
-        config, params = named_model(source, dtype)
-        dtypes = (dtype,) if dtype else ("float32", "bfloat16")
-        sizes = Sizes.fitting(config)
-        it = _Audited(params, config, sizes, family, interpret, dtypes, several_tiles)
-        return _audit(it, source, quick)
-
-
-def _audit(it: _Audited, source: str, quick: bool) -> tuple[str, bool]:
+    config, params = named_model(source, dtype)
+    dtypes = (dtype,) if dtype else ("float32", "bfloat16")
+    sizes = Sizes.fitting(config)
+    it = _Audited(params, config, sizes, family, interpret, dtypes, several_tiles)
     numerics = _numerics(it, fixed=not quick)
     used = {describe(one): fitting.kernels_used(it.config, one) for one in numerics}
     results = []

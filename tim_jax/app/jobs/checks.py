@@ -50,8 +50,7 @@ def check_memory(config: RunConfig) -> None:
 
 def check_evaluation(config: RunConfig) -> None:
     """The same for the evaluation alone."""
-    step = _step(config)
-    if step is not None:
+    if (step := _step(config)) is not None:
         helps = "a smaller sampler.slots, or placement.fsdp with more devices, needs less"
         budget.check_sampling(step, tuple(jax.devices()), helps)
 
@@ -73,12 +72,6 @@ def check_sampling(
     Args:
       helps: what would need less, in words.
     """
-    rows, length = prompts * samples, prompt_length + execution.sampling.max_tokens
-    if rows * length >= 2**31:  # places in an array are numbers of 32 bits
-        raise InputError(
-            f"{samples} samples of {prompts} prompts are {rows} sequences of up to {length} tokens,"
-            f" over 2**31 tokens; {helps}"
-        )
     learning = Learning(objectives.reinforce(), samples)
     training = Training(execution, learning, optax.identity(), prompts_per_step=prompts)
     step = Workload(training, prompt_length=prompt_length)
@@ -104,15 +97,13 @@ def check_prompts(task: Task, text: Text, *, training: bool) -> None:
 
 
 def check_resumed(config: RunConfig) -> None:
-    """Refuses to go on with the run in the folder, if there is one, where it cannot be done."""
-    check_family(config)
-    check_steps(config)
+    """Refuses to resume a run with other kernels, even if "auto" has another meaning by now.
 
-
-def check_family(config: RunConfig) -> None:
-    """Refuses to resume a run with other kernels, even if "auto" has another meaning by now."""
+    And one that is beyond its last step: it would end without a word on it.
+    """
     folder = Path(config.run.folder)
-    if not checkpoints.list_steps(folder / "checkpoints"):
+    steps = checkpoints.list_steps(folder / "checkpoints")
+    if not steps:
         return
     before, now = _family_before(folder), run_numerics.family_here(config.numerics.family)
     if before not in (now, "auto"):
@@ -121,16 +112,10 @@ def check_family(config: RunConfig) -> None:
             f" {config.numerics.family!r} is {now!r} here: set numerics.family={before}, or another"
             " run.folder"
         )
-
-
-def check_steps(config: RunConfig) -> None:
-    """Refuses to resume a run that is beyond its last step: it would end without a word on it."""
-    folder = Path(config.run.folder)
-    done = max(checkpoints.list_steps(folder / "checkpoints"), default=0)
-    if config.steps < done:
+    if config.steps < steps[-1]:
         raise InputError(
-            f"steps = {config.steps}: the run in {folder} is at step {done} already; set steps to"
-            f" {done} or more, or another run.folder"
+            f"steps = {config.steps}: the run in {folder} is at step {steps[-1]} already; set steps"
+            f" to {steps[-1]} or more, or another run.folder"
         )
 
 

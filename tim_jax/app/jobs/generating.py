@@ -13,7 +13,7 @@ from tim_jax.common import inputs
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Sampling
 from tim_jax.numerics import FamilyChoice
-from tim_jax.placement import SINGLE, Placement
+from tim_jax.placement import Placement
 
 _MOST_TOKENS = 64  # of a response if nothing is said: a look, not a rollout
 
@@ -22,15 +22,15 @@ def generate(
     source: str,
     prompts: Sequence[str],
     *,
-    max_tokens: int | None = None,
+    max_tokens: int | None,
     shape: Mapping[str, Any],
     samples: int,
     seed: int,
-    chat_template: bool | Literal["auto"] = "auto",
+    chat_template: bool | Literal["auto"],
     dtype: str,
-    family: FamilyChoice = "auto",
-    where: Placement = SINGLE,
-    measured: Path | None = None,
+    family: FamilyChoice,
+    where: Placement,
+    measured: Path,
 ) -> Iterator[tuple[str, str, float]]:
     """Yields (prompt, completion, log-prob of the completion) from a model folder, hub or run.
 
@@ -57,7 +57,7 @@ def generate(
             prompt_length=request.text.max_prompt_length,
             helps="fewer --samples or --max-tokens, or --fsdp with more devices, need less",
         )
-        file = None if measured is None else _measurement(source, model.config, dtype, measured)
+        file = _measurement(source, model.config, dtype, measured)
         model = opening.complete(model, source, decode_batch=request.rows, file=file)
         rollout = rollouts.draw(model, request)
     for row, completion in enumerate(rollout.text):

@@ -69,16 +69,18 @@ def of_run(config: RunConfig) -> Ways:
     learner = config.learner
     may = not learner.offload and not config.sampler.max_staleness
     offload = may and host_helps(jax.devices())
+    if learner.micro_batch_tokens is None:
+        micro_batch = {"learner.micro_batch": f"below {config.micro_batch}"}
+    else:
+        micro_batch = {"learner.micro_batch_tokens": f"below {learner.micro_batch_tokens}"}
     settings = {
-        **_micro_batch(config),
+        **micro_batch,
         **({} if learner.remat else {"learner.remat": "= true"}),
         **({"learner.offload": "= true"} if offload else {}),
         **_of_lengths(config),
         "eval.samples": f"below {config.eval.samples}",
     }
-    return MappingProxyType(
-        {stage: _three(config, settings, keys) for stage, keys in _KEYS.items()}
-    )
+    return {stage: _three(config, settings, keys) for stage, keys in _KEYS.items()}
 
 
 def _of_lengths(config: RunConfig) -> dict[str, str]:
@@ -91,13 +93,6 @@ def _of_lengths(config: RunConfig) -> dict[str, str]:
     pages = "set" if config.sampler.pages is None else f"below {config.sampler.pages}"
     longest = f"below {config.sampling.longest}"
     return {"sampler.pages": pages, "sampling.max_episode_tokens": longest, **wider}
-
-
-def _micro_batch(config: RunConfig) -> dict[str, str]:
-    tokens = config.learner.micro_batch_tokens
-    if tokens is None:
-        return {"learner.micro_batch": f"below {config.micro_batch}"}
-    return {"learner.micro_batch_tokens": f"below {tokens}"}
 
 
 _LENGTH, _WIDER = "sampling.max_tokens", "placement.fsdp"

@@ -10,7 +10,7 @@ import jax
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.jobs import checks, memory
-from tim_jax.app.jobs.assembling import assemble, evaluator, shown
+from tim_jax.app.jobs.assembling import SHOWN, assemble, evaluator
 from tim_jax.app.run import assembly, checkpoints, folders, sources
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.display import completion_line
@@ -55,7 +55,7 @@ def _evaluated(config: RunConfig, *, of_run: bool) -> dict[str, float]:
         metrics, samples = evaluate(job.programs.prepare(params))
         if which:
             print(f"evaluated {which}")
-        for row in shown(samples):
+        for row in samples[:SHOWN]:
             print(completion_line(row, width=160))
         return metrics
     finally:

@@ -11,7 +11,7 @@ from tim_jax.common.inputs import expanded, json_value
 from tim_jax.instruments.plan import planning, topology
 from tim_jax.instruments.plan.known_models import PUBLISHED
 from tim_jax.instruments.plan.planning import Layers, Plan, Say
-from tim_jax.instruments.plan.topology import Generation, Target
+from tim_jax.instruments.plan.topology import Generation
 from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig
@@ -56,7 +56,9 @@ def plan_run(
     _check_family(config.numerics.family, generation)
     model = model_config(config, architecture)
     target = topology.target(slice_name)
-    workload = replace(make_workload(config, model, target), mean_tokens=mean_tokens)
+    with target.tracing():
+        workload = workload_of(config, model, target.devices)
+    workload = replace(workload, mean_tokens=mean_tokens)
     return planning.make(workload, target, layers=layers, searching=searching, say=say)
 
 
@@ -97,16 +99,6 @@ def parse_layers(text: str) -> Layers:
         if 0 < low < high:
             return low, high
     raise InputError(f'--layers {text!r}: write "all", or two rising numbers such as 4,8')
-
-
-def make_workload(config: RunConfig, model: ModelConfig, target: Target) -> Workload:
-    """A step of a run on the target's devices.
-
-    Raises:
-      InputError: as `assembly.make_execution`.
-    """
-    with target.tracing():
-        return workload_of(config, model, target.devices)
 
 
 def workload_of(config: RunConfig, model: ModelConfig, devices: Devices) -> Workload:

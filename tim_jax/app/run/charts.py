@@ -5,11 +5,10 @@ import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -22,10 +21,7 @@ _REWARD, _LENGTH, _EXACT, _UNEQUAL, _EVAL = "#1f6fb4", "#7b4fa3", "#2a8f4f", "#c
 _INK, _FAINT = "#222222", "#d9d9d9"
 
 
-def training_chart(
-    metrics: str | os.PathLike[str],
-    image: str | os.PathLike[str],
-) -> Path:
+def training_chart(metrics: str | os.PathLike[str], image: str | os.PathLike[str]) -> Path:
     """Draws the metrics file of a run to a PNG (or PDF or SVG, by the ending); returns its path.
 
     Raises:
@@ -35,7 +31,6 @@ def training_chart(
     if not records:
         raise InputError(f"{metrics} holds no step yet; there is nothing to draw")
     figure = Figure(figsize=(9.0, 7.6), dpi=150, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     run = Path(metrics).resolve().parent.name
     figure.suptitle(run, fontsize=14, color=_INK)
     sign(figure, f"tim-jax train, run {run}")
@@ -48,6 +43,10 @@ def training_chart(
     figure.align_ylabels()
     exact.set_xlabel("training step")
     exact.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return _saved(figure, image)
+
+
+def _saved(figure: Figure, image: str | os.PathLike[str]) -> Path:
     try:
         figure.savefig(image)
     except (OSError, ValueError) as error:
@@ -149,11 +148,9 @@ def _draw_trend(
 
 
 def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
+    _style(axes, "y")
     axes.spines[["left", "bottom"]].set_color("#999999")
     axes.tick_params(colors="#555555", labelcolor=_INK)
-    axes.grid(axis="y", color=_FAINT, lw=0.7)
-    axes.set_axisbelow(True)
     axes.title.set_color(_INK)
     axes.margins(x=0.01)
 
@@ -166,7 +163,6 @@ _COLOURS = {
     "synthetic": "#e07b00",
     "": "#444444",
 }
-_INK, _FAINT = "#222222", "#d9d9d9"
 _PANELS = {
     "by_position": "position in the response, tokens",
     "by_probability": "probability under the learner",
@@ -192,7 +188,6 @@ def source_chart(
         raise InputError("no sampler differs from the learner; there is nothing to draw")
     height = max(6.4, 2.2 + 0.27 * len(cases))
     figure = Figure(figsize=(12.5, height), dpi=130, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     figure.suptitle(title or f"Mismatch by source: {record['model']}", fontsize=13, color=_INK)
     halves: Any = figure.subfigures(1, 2, width_ratios=(3, 2))
     left, right = halves
@@ -205,12 +200,7 @@ def source_chart(
     # Above the panels, where no line can be.
     panels[0].legend(frameon=False, fontsize=7, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     sign(figure, command, jax=record["jax"])
-    try:
-        figure.savefig(image)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"cannot write the chart {image}: {reason}") from error
-    return Path(image)
+    return _saved(figure, image)
 
 
 def _bars(axes: Axes, cases: Sequence[Mapping[str, Any]], zeros: int) -> None:
@@ -258,7 +248,7 @@ def _lines(axes: Axes, cases: Sequence[Mapping[str, Any]], profile: str) -> None
     _style(axes, "y")
 
 
-def _style(axes: Axes, grid: str) -> None:
+def _style(axes: Axes, grid: Literal["x", "y"]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x" if grid == "x" else "y", color=_FAINT, lw=0.7)
+    axes.grid(axis=grid, color=_FAINT, lw=0.7)
     axes.set_axisbelow(True)

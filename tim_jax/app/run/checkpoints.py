@@ -412,11 +412,8 @@ def prompts_mark(text: Text, train: Sequence[Example]) -> Marks:
     checksum = 0
     for row in rows:
         checksum = zlib.crc32(repr(text.encoded([train[row]], [row])).encode(), checksum)
-    return {"prompts_crc32": checksum, "prompts_dated": int(_reads_clock(text))}
-
-
-def _reads_clock(text: Text) -> bool:
-    return "strftime_now" in str(text.tokenizer.chat_template)
+    dated = "strftime_now" in str(text.tokenizer.chat_template)
+    return {"prompts_crc32": checksum, "prompts_dated": int(dated)}
 
 
 def check_marks(restored: Restored, marks: Marks, folder: str | os.PathLike[str]) -> None:
@@ -431,14 +428,8 @@ def check_marks(restored: Restored, marks: Marks, folder: str | os.PathLike[str]
             f"{folder}: the adapters of step {restored.step} were trained on other base weights"
             " than the model has now"
         )
-    if "rows_crc32" in before and "rows_crc32" in marks:
-        _check_rows(restored, marks, folder)
-    _check_prompts(restored, marks, folder)
-
-
-def _check_rows(restored: Restored, marks: Marks, folder: str | os.PathLike[str]) -> None:
-    before = restored.extra
-    if marks["rows_crc32"] != before["rows_crc32"]:
+    known = "rows_crc32" in before and "rows_crc32" in marks
+    if known and marks["rows_crc32"] != before["rows_crc32"]:
         had, has = before["rows"], marks["rows"]
         number = f"{has} rows where it had {had}" if has != had else f"other rows among its {has}"
         raise InputError(
@@ -446,17 +437,14 @@ def _check_rows(restored: Restored, marks: Marks, folder: str | os.PathLike[str]
             f" {number}, and prompts would come in another order; restore it, or train in another"
             " run.folder"
         )
-
-
-def _check_prompts(restored: Restored, marks: Marks, folder: str | os.PathLike[str]) -> None:
-    now, before = marks.get("prompts_crc32"), restored.extra.get("prompts_crc32")
-    if before is None and marks.get("prompts_dated"):
+    now, then = marks.get("prompts_crc32"), before.get("prompts_crc32")
+    if then is None and marks.get("prompts_dated"):
         raise InputError(
             f"{folder}: the chat template prints the date (strftime_now), and the run was begun by"
             " a version of tim_jax that did not keep it: prompts would be others than before;"
             " train in another run.folder"
         )
-    if None not in (now, before) and now != before:
+    if None not in (now, then) and now != then:
         raise InputError(
             f"{folder}: prompts have other tokens than they had at step {restored.step}: the"
             " tokenizer, its chat template or the task has changed; restore it, or train in another"

@@ -25,20 +25,12 @@ from rich.text import Text
 from tim_jax.app.run.loggers import scalars
 from tim_jax.common import errors
 from tim_jax.common.errors import InputError
+from tim_jax.rl.drawing import Sample
 from tim_jax.rl.loop import Step
 
 _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 48  # steps shown by a sparkline
 _RECENT = 20  # steps that the time left is estimated from
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One sampled response, as a person reads it."""
-
-    prompt: str
-    response: str
-    reward: float
 
 
 class Display:
@@ -74,7 +66,7 @@ class Display:
         self._history: dict[str, deque[float]] = {}
         self._values: dict[str, float] = {}
         self._compared = self._unequal = 0
-        self._completions: list[tuple[str, tuple[Completion, ...]]] = []  # the first, the newest
+        self._completions: list[tuple[str, tuple[Sample, ...]]] = []  # the first, the newest
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(console=console, auto_refresh=False, transient=False)
@@ -100,9 +92,11 @@ class Display:
         if self._live:
             self._draw(self._live)
         else:
-            self._print(step_line(self._fields(), step=step, total=self._total))
+            fields = step_fields(self._values, extra=self._extra)
+            fields.append(("", time_left(self._times, self._total)))
+            self._print(step_line(fields, step=step, total=self._total))
 
-    def completions(self, rows: Iterable[Completion], *, title: str = "completions") -> None:
+    def completions(self, rows: Iterable[Sample], *, title: str = "completions") -> None:
         """Shows a few completions, as lines, or in a terminal below the panel.
 
         There the first ones stay, so that those before training stand above the newest.
@@ -122,12 +116,6 @@ class Display:
             self._console.print(Text(printable(text)))
         else:
             self._print(printable(text))
-
-    def _fields(self) -> list[tuple[str, str]]:
-        return [
-            *step_fields(self._values, extra=self._extra),
-            ("", time_left(self._times, self._total)),
-        ]
 
     def _print(self, line: str) -> None:
         stream = self._console.file
@@ -192,9 +180,7 @@ def open_display(
 
 
 def step_fields(
-    values: Mapping[str, float],
-    *,
-    extra: Mapping[str, str] | None = None,
+    values: Mapping[str, float], *, extra: Mapping[str, str] | None = None
 ) -> list[tuple[str, str]]:
     """Returns (label, text) of what is known of a step, in reading order."""
     fields = []
@@ -224,7 +210,8 @@ def exact_text(values: Mapping[str, float]) -> str:
     if math.isnan(share):
         return "not known"
     # Cut, not rounded: 99.9996% must not read 100%.
-    percent = "100%" if share == 1.0 and not unequal else f"{min(_floor(100 * share), 99.99):.2f}%"
+    cut = min(math.floor(100 * share * 100) / 100, 99.99)
+    percent = "100%" if share == 1.0 and not unequal else f"{cut:.2f}%"
     if not compared:
         return percent
     tokens = f"{compared:,} tokens"
@@ -295,9 +282,9 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.replace("\r\n", "\n").split("\n")))
 
 
-def completion_line(row: Completion, *, width: int) -> str:
+def completion_line(row: Sample, *, width: int) -> str:
     """Returns `1.00  prompt → response`, cut to `width`: the prompt's start, the response's end."""
-    prompt, response = printable(row.prompt), printable(row.response)
+    prompt, response = printable(row.prompt), printable(row.completion)
     head = f"{row.reward:5.2f}  "
     room = max(width - len(head) - 3, 20)
     prompt = _cut(prompt, max(room // 2, room - len(response)))
@@ -305,7 +292,7 @@ def completion_line(row: Completion, *, width: int) -> str:
     return f"{head}{prompt} → {response}"
 
 
-def _completion_text(row: Completion, *, width: int) -> Text:
+def _completion_text(row: Sample, *, width: int) -> Text:
     line = completion_line(row, width=width)
     style = "green" if row.reward > 0 else "default"
     return Text(line, style=style, no_wrap=True, overflow="ellipsis")
@@ -322,10 +309,6 @@ def _cut_front(text: str, width: int) -> str:
 def _count(values: Mapping[str, float], name: str) -> int:
     value = values.get(name, 0.0)
     return int(value) if math.isfinite(value) else 0
-
-
-def _floor(percent: float) -> float:
-    return math.floor(percent * 100) / 100
 
 
 @dataclass

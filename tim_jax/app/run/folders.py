@@ -33,7 +33,7 @@ from tim_jax.app.run import checkpoints
 from tim_jax.app.run.checkpoints import Checkpoints, Restored, State
 from tim_jax.app.run.loggers import JsonLines
 from tim_jax.common.errors import InputError, writing
-from tim_jax.common.inputs import shown
+from tim_jax.common.inputs import leaves, shown
 from tim_jax.model import adapters
 from tim_jax.model.files import read_json, write_json
 from tim_jax.model.weights import Params
@@ -334,7 +334,7 @@ class Difference:
 
 def config_differences(before: str, now: str) -> list[Difference]:
     """Returns the dotted keys whose values differ between two TOML texts, in the order of names."""
-    old, new = _flatten(tomllib.loads(before)), _flatten(tomllib.loads(now))
+    old, new = (dict(leaves(tomllib.loads(text))) for text in (before, now))
     # repr tells 1 from 1.0 and from true, which == does not.
     return [
         Difference(key, old.get(key), new.get(key))
@@ -439,16 +439,6 @@ def _allowed(
             " use the old values or another run.folder"
         )
     return differences
-
-
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 class _Lock:

@@ -44,7 +44,6 @@ def make_task(config: RunConfig) -> Task:
 
 
 def _graded(config: RunConfig, section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Task:
-    """The task with its grader."""
     if section.kind == "builtin":
         task = builtin.builtin_task(section.name, {"seed": config.seed, **section.parameters})
     elif section.kind == "gym":

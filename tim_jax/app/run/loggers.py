@@ -15,18 +15,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from tim_jax.app.config.run import RunConfig
+from tim_jax.app.config.sections import WandbMode
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, writing
+from tim_jax.common.inputs import leaves
 from tim_jax.placement import processes
 
 Values = Mapping[str, Any]
-WandbMode = Literal["online", "offline", "disabled"]
 
 
 class Sink(Protocol):
@@ -177,14 +178,15 @@ class TensorBoard:
             from tensorboardX import event_file_writer, summary
             from tensorboardX.proto import event_pb2
         except ImportError as error:
-            raise InputError(_missing("tensorboard", "tensorboardX", "tensorboard")) from error
+            raise InputError(_missing("tensorboard", "tensorboardX")) from error
         messages: Any = event_pb2  # its names are made when it is imported
-        self._folder, self._scalar, self._event = Path(folder), summary.scalar, messages.Event
-        with self._writing():
-            self._folder.mkdir(parents=True, exist_ok=True)
+        self._events = f"TensorBoard events to {folder}"
+        self._scalar, self._event = summary.scalar, messages.Event
+        with writing(self._events):
+            os.makedirs(folder, exist_ok=True)
             # Not the library's SummaryWriter: its thread dies of a full disk, and then it waits.
             # The step is in the name because a clock may give the same second twice.
-            prefix, suffix = os.fspath(self._folder / "events"), f".{resume_step + 1}"
+            prefix, suffix = os.path.join(folder, "events"), f".{resume_step + 1}"
             self._file = event_file_writer.EventsWriter(prefix, suffix)
             if resume_step >= 0:
                 start = messages.SessionLog(status=messages.SessionLog.START)
@@ -192,26 +194,17 @@ class TensorBoard:
             self._file.flush()
 
     def write(self, step: int, values: Values) -> None:
-        with self._writing():
+        with writing(self._events):
             for name, value in scalars(values).items():
                 self._add(step, summary=self._scalar(name, value))
             self._file.flush()
 
     def close(self) -> None:
-        with self._writing():
+        with writing(self._events):
             self._file.close()
 
     def _add(self, step: int, **content: Any) -> None:
         self._file.write_event(self._event(wall_time=time.time(), step=step, **content))
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise InputError(
-                f"cannot write TensorBoard events to {self._folder}: {error.strerror}"
-            ) from error
 
 
 # What W&B draws unasked, and which of its values the table of runs shows. The other metrics of the
@@ -262,9 +255,9 @@ class Wandb:
         try:
             import wandb
         except ImportError as error:
-            raise InputError(_missing("wandb", "wandb", "wandb")) from error
+            raise InputError(_missing("wandb", "wandb")) from error
         if not hasattr(wandb, "init"):  # only a folder of runs that is called wandb
-            raise InputError(_missing("wandb", "wandb", "wandb"))
+            raise InputError(_missing("wandb", "wandb"))
         try:
             self._run = wandb.init(
                 project=project,
@@ -315,7 +308,7 @@ class MLflow:
             from mlflow import MlflowClient, MlflowException
             from mlflow.entities import Metric, Param
         except ImportError as error:
-            raise InputError(_missing("mlflow", "mlflow", "mlflow")) from error
+            raise InputError(_missing("mlflow", "mlflow")) from error
         self._metric, self._refused = Metric, MlflowException
         path = Path(folder) / "mlflow_id"
         with self._told():
@@ -327,7 +320,7 @@ class MLflow:
             found = self._client.get_experiment_by_name(project)
             where = found.experiment_id if found else self._client.create_experiment(project)
             self._run = self._client.create_run(where, run_name=name).info.run_id
-            params = [Param(key, str(value)[:500]) for key, value in _flat(plain(config))]
+            params = [Param(key, str(value)[:500]) for key, value in leaves(plain(config))]
             for start in range(0, len(params), 100):  # as many as a server takes
                 self._client.log_batch(self._run, params=params[start : start + 100])
             path.write_text(self._run + "\n")
@@ -350,15 +343,6 @@ class MLflow:
             yield
         except (self._refused, OSError) as error:
             raise InputError(f"MLflow: {' '.join(str(error).split())[:300]}") from error
-
-
-def _flat(tables: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """`learner.mode`, "bypass" of nested tables."""
-    for name, value in tables.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
 
 
 @dataclass(frozen=True)
@@ -388,10 +372,10 @@ def _wandb_id(folder: Path) -> str:
     return new
 
 
-def _missing(sink: str, package: str, extra: str) -> str:
+def _missing(sink: str, package: str) -> str:
     return (
         f"run.sinks names {sink!r}, but the package {package} is not installed;"
-        f" pip install 'tim-jax[{extra}]'"
+        f" pip install 'tim-jax[{sink}]'"
     )
 
 
@@ -407,13 +391,9 @@ def extra_sinks(config: RunConfig, folder: Path, start: int) -> Tee:
     if not processes.leads():
         return Tee(())
     if "tensorboard" in section.sinks:
-        own = folder / "tensorboard"
-        extra.append(TensorBoard(own, resume_step=start))
-    named: dict[str, Any] = {
-        "project": section.wandb_project,
-        "name": folder.name,
-        "config": config.model_dump(),
-    }
+        extra.append(TensorBoard(folder / "tensorboard", resume_step=start))
+    project, values = section.wandb_project, config.model_dump()
+    named: dict[str, Any] = {"project": project, "name": folder.name, "config": values}
     if "wandb" in section.sinks:
         with waiting.during("starting Weights & Biases"):
             extra.append(Wandb(folder, mode=section.wandb_mode, **named))

@@ -33,14 +33,8 @@ class Model:
     lora: Lora | None = None  # if adapters are trained; they are among the parameters then
 
 
-def load_model(source: str) -> Model:
-    """A checkpoint folder or hub name."""
-    model = open_model(source)
-    return replace(model, params=hf.load_params(source, model.config))
-
-
 def open_model(source: str) -> Model:
-    """The same without its weights, for all that can be said before they are read.
+    """A checkpoint folder or hub name, without its weights: what can be said before they are read.
 
     Raises:
       InputError: as the functions of `model.hf`, or nothing would ever end a response.
@@ -105,13 +99,22 @@ def begin_model(config: RunConfig) -> Model:
 
 
 def with_params(model: Model, config: RunConfig) -> Model:
-    """The model that was begun, with its weights drawn or read."""
+    """The model that was begun, with its weights drawn or read, and its adapters if it has some.
+
+    Raises:
+      InputError: the adapters to start from do not fit the model.
+    """
     path = config.model.path
     if path is None:
         params = init_params(model.config, config.seed)
     else:
         params = hf.load_params(path, model.config, dtype=config.numerics.dtype)
-    params = adapted(params, config.lora, model.lora, model.config, config.seed)
+    if config.lora is not None and model.lora is not None:
+        if config.lora.path is None:
+            trained = adapters.init(model.config, model.lora, config.seed)
+        else:
+            trained = adapters.load(config.lora.path, model.config).arrays
+        params = adapters.whole(trained, adapters.narrowed(params))
     return replace(model, params=params)
 
 
@@ -128,25 +131,6 @@ def make_lora(section: LoraSection | None, model: ModelConfig) -> Lora | None:
     return lora
 
 
-def adapted(
-    params: Any, section: LoraSection | None, lora: Lora | None, model: ModelConfig, seed: int
-) -> Any:
-    """Parameters on the host with adapters: new ones, or those that the section says to start from.
-
-    Without a section, the parameters as they are.
-
-    Raises:
-      InputError: these do not fit the model.
-    """
-    if section is None or lora is None:
-        return params
-    if section.path is None:
-        trained = adapters.init(model, lora, seed)
-    else:
-        trained = adapters.load(section.path, model).arrays
-    return adapters.whole(trained, adapters.narrowed(params))
-
-
 def write(
     folder: str | Path,
     params: Params,
@@ -160,8 +144,8 @@ def write(
     Raises:
       InputError: it cannot be written.
     """
-    made = hf.generation_config(model.config, model.tokenizer, stops)
     tokenizer = model.tokenizer
+    made = hf.generation_config(model.config, tokenizer, stops)
     hf.save(folder, params, model.config, tokenizer=tokenizer, generation=made, dtype=dtype)
 
 
