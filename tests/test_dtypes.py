@@ -332,17 +332,11 @@ CASES = {
     **{f"objectives.losses.{n}": loss(n) for n in losses.SELECTIONS},
     **{f"objectives.losses.select_{n}": selected(f) for n, f in losses.SELECTIONS.items()},
     "objectives.losses.policy_loss": loss("gspo_token"),
-    "objectives.losses.select": lambda b: losses.select(
-        "kl_cov", b["train"], b["rollout"], b["advantages"], b["mask"], {}
-    ),
     "objectives.shaping.kl_penalty": lambda b: shaping.kl_penalty(
         b["train"], b["rollout"], b["mask"], coefficient=0.125
     ),
     "objectives.shaping.overlong_penalty": lambda b: shaping.overlong_penalty(
         jnp.sum(b["mask"], axis=1, dtype=jnp.int32), longest=6, cache=3
-    ),
-    "objectives.shaping.adapted_coefficient": lambda b: shaping.adapted_coefficient(
-        b["scalar"], b["scalar"], target=0.25, horizon=64, sequences=4
     ),
     "objectives.shaping.AdaptiveKL.update": lambda b: shaping.AdaptiveKL(0.25, 64).update(
         b["scalar"], b["scalar"], sequences=4
@@ -370,17 +364,17 @@ WITHOUT = {
     "makes or checks a value": """
         corrections.base.chain corrections.base.check corrections.base.check_shape
         corrections.base.declared corrections.base.is_masked_node corrections.base.join_state
-        corrections.base.known_number corrections.base.matching corrections.base.plain_number
+        corrections.base.known_number corrections.base.matching corrections.base.outside
+        corrections.base.plain_number
         corrections.base.rejections corrections.base.check_rejecting_first
         corrections.base.split_state
         corrections.base.stages corrections.base.take_extra corrections.blocks.checked_bounds
         corrections.recipes.build objectives.advantages.check_samples objectives.advantages.needs
-        objectives.advantages.why_no_refills objectives.objective.check_aggregation
+        objectives.objective.check_aggregation
         objectives.objective.check_tokens objectives.objective.counts_kept
         objectives.losses.check_options objectives.losses.options
         objectives.losses.uses_ratio objectives.shaping.absolute
-        objectives.shaping.check_sequences
-        objectives.shaping.AdaptiveKL.check objectives.objective.Objective.check_whole_distribution
+        objectives.objective.Objective.check_whole_distribution
         objectives.objective.Objective.with_length
         schedules.decay_report schedules.SurgeDetector.init policy.sampler.trips
         policy.distribution.search_trips policy.scoring.shares_gradient policy.slots.Pool.check
@@ -421,7 +415,7 @@ ALWAYS_FLOAT32 = {
 }
 # A choice by the bits of the numbers, or between equal ones by their bits: float64 has others.
 BY_BITS = {f"objectives.losses.select_{name}" for name in losses.SELECTIONS}
-BY_BITS |= {"objectives.objective.Objective.select", "objectives.losses.select"}
+BY_BITS |= {"objectives.objective.Objective.select"}
 # A transform of updates, which keep their dtype, and one that changes nothing.
 OWN_DTYPE = {
     "corrections.recipes.none",

@@ -15,7 +15,7 @@ from tim_jax import mismatch, objectives, optimizers
 from tim_jax.app.config import toml
 from tim_jax.app.run import assembly
 from tim_jax.common.errors import InputError
-from tim_jax.rl import comparing, loop, programs
+from tim_jax.rl import loop, programs
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
@@ -52,7 +52,7 @@ def moved():
 def compared(tables, weights):
     dial = mismatch.build(tables)
     score = tiny.policy(dials.EXECUTION, LEARNING).score
-    compare = jax.jit(comparing.comparison(score, dial, aged=dial.stale_updates > 0))
+    compare = jax.jit(programs.comparison(score, dial, aged=dial.stale_updates > 0))
     rollout = dials.rollout(dial)  # by the older weights
     metrics, _ = compare(weights, dials.weights(), rollout, None)
     return {k: float(v) for k, v in metrics.items()}

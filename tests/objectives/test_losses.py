@@ -349,7 +349,7 @@ def spread_out(seed, rows=12, width=40):
 
 @functools.cache
 def selecting(name, options):
-    return jax.jit(lambda *arrays: losses.select(name, *arrays, dict(options)))
+    return jax.jit(lambda *arrays: losses.SELECTIONS[name](*arrays, **dict(options)))
 
 
 def select(name, arrays, **options):
@@ -469,7 +469,7 @@ def test_sharding_changes_no_choice(name, axis):
 
     @jax.jit
     def both(*arrays):
-        chosen = losses.select(name, *arrays, options)
+        chosen = losses.SELECTIONS[name](*arrays, **options)
         return chosen, losses.policy_loss(name, *arrays, options, selected=chosen).loss
 
     with jax.set_mesh(mesh):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tim_jax.common.errors import InputError
-from tim_jax.objectives.shaping import AdaptiveKL, adapted_coefficient, kl_penalty, overlong_penalty
+from tim_jax.objectives.shaping import AdaptiveKL, kl_penalty, overlong_penalty
 
 
 def soft_overlong(length, longest, cache):
@@ -121,7 +121,7 @@ def test_a_divergence_that_is_not_finite_changes_nothing(kl):
 
 
 def test_the_controller_has_the_same_bits_compiled():
-    call = partial(adapted_coefficient, target=0.7, horizon=10_000, sequences=384)
+    call = partial(AdaptiveKL(target=0.7, horizon=10_000).update, sequences=384)
     pairs = np.float32(np.random.default_rng(0).uniform(0, 2, (64, 2)))
     compiled = jax.jit(call)
     for coefficient, kl in pairs:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tim_jax.common.errors import InputError
 from tim_jax.rl.evaluation import (
     mean_and_pass,
-    mean_at_k,
     pass_at_k,
     pass_errors,
     standard_error,
@@ -57,7 +56,7 @@ def test_partial_rewards_do_not_count_as_solved():
     rewards = np.array([[0.5, 0.5]])
     assert mean_and_pass(rewards)["pass@1"] == 0.0
     assert mean_and_pass(rewards, solved=0.5)["pass@2"] == 1.0
-    assert mean_at_k(rewards) == 0.5
+    assert mean_and_pass(rewards)["mean@2"] == 0.5
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 5, 8])
@@ -71,7 +70,7 @@ def test_the_interval_of_a_score_is_right_in_95_of_100_draws():
     rng = np.random.default_rng(0)
     chances = rng.uniform(size=(2000, 64, 1))  # a chance for each prompt; their mean is 1/2
     rewards = (rng.uniform(size=(2000, 64, 4)) < chances).astype(float)
-    inside = [abs(mean_at_k(x) - 0.5) < 1.96 * standard_error(x) for x in rewards]
+    inside = [abs(x.mean() - 0.5) < 1.96 * standard_error(x) for x in rewards]
     assert 0.93 < np.mean(inside) < 0.97
     assert standard_error(np.array([[1.0, 0.0]])) == 0.0
 
@@ -86,6 +85,6 @@ def test_refusals():
     with pytest.raises(InputError, match="prompt 1, sample 0 has nan"):
         mean_and_pass(np.array([[1.0], [np.nan]]))
     with pytest.raises(InputError, match=r"not empty, got shape \(0, 4\)"):
-        mean_at_k(np.zeros((0, 4)))
+        mean_and_pass(np.zeros((0, 4)))
     with pytest.raises(InputError, match=r"got shape \(4,\)"):
         mean_and_pass(np.zeros(4))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from tim_jax.common.errors import InputError
-from tim_jax.corrections.base import Block, Bounds, Correction, Reads, chain, check_shape, matching
+from tim_jax.corrections.base import Block, Bounds, Correction, Reads, chain, check_shape, outside
 from tim_jax.corrections.ratios import ratio
 from tim_jax.numerics import masked
 from tim_jax.numerics.strict import arithmetic_dtype, widened
@@ -255,11 +255,10 @@ def clipped_shares(
     """Returns bool[B, R] twice: the tokens whose ratio is below and above the bounds."""
     log_ratio, mask = whole(log_ratio), whole(mask)
     at_level = jnp.broadcast_to(ratio(log_ratio, mask, bounds.level), mask.shape)
+    flags = outside(at_level, bounds.lower, bounds.upper)
+    flags = {side: mask & flag for side, flag in flags.items()}
     never = jnp.zeros(mask.shape, bool)
-    lower, upper = (matching(bound, at_level) for bound in (bounds.lower, bounds.upper))
-    low = never if lower is None else mask & (at_level < lower)
-    high = never if upper is None else mask & (at_level > upper)
-    return low, high
+    return flags.get("below", never), flags.get("above", never)
 
 
 def bound_metrics(
@@ -376,7 +375,5 @@ def _beyond(block: Block, arrays: dict[str, Any], mask: jax.Array) -> dict[str, 
         return block.beyond(mask, *widened(*(arrays[name] for name in block.needs)))
     if block.bounds is None:
         return {}
-    value = ratio(arrays["log_ratio"], mask, block.bounds.level)
-    lower, upper = (matching(bound, value) for bound in (block.bounds.lower, block.bounds.upper))
-    flags = {} if lower is None else {"below": value < lower}
-    return flags if upper is None else flags | {"above": value > upper}
+    level, lower, upper = block.bounds
+    return outside(ratio(arrays["log_ratio"], mask, level), lower, upper)

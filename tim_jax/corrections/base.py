@@ -300,6 +300,12 @@ def matching(number: Any, values: jax.Array) -> Any:
     return number.astype(values.dtype) if isinstance(number, jax.Array) else number
 
 
+def outside(values: jax.Array, lower: Any, upper: Any) -> dict[str, jax.Array]:
+    """Which values are "below" and "above" the bounds that there are, `plain_number`s."""
+    flags = {} if lower is None else {"below": values < matching(lower, values)}
+    return flags if upper is None else flags | {"above": values > matching(upper, values)}
+
+
 def check_shape(name: str, shape: tuple[int, ...], of_mask: tuple[int, ...]) -> None:
     """Refuses shapes other than the mask's, or, where it makes sense, one number a sequence."""
     of_sequences = () if name in _OF_TOKENS else (of_mask[:1],)

@@ -45,6 +45,7 @@ from tim_jax.corrections.base import (
     map_coefficients,
     map_leaves,
     matching,
+    outside,
     plain_number,
     take_extra,
 )
@@ -78,7 +79,7 @@ def scale_by_truncated_ratio(
     slime, without it that of verl and tunix.
     """
     check_choice("level", level, get_args(Level))
-    lower, upper = checked_bounds(lower, upper, what="the ratio")
+    lower, upper = checked_bounds(lower, upper)
 
     def scale(coefficients, mask, log_ratio):
         ratio = ratios.ratio(log_ratio, mask, level)
@@ -102,7 +103,7 @@ def mask_outside(
     in the loss's denominator; `reject` is the one that takes it out.
     """
     check_choice("level", level, get_args(Level))
-    lower, upper = checked_bounds(lower, upper, what="the ratio")
+    lower, upper = checked_bounds(lower, upper)
 
     def keep(coefficients, mask, log_ratio):
         inside = _inside(ratios.ratio(log_ratio, mask, level), lower, upper)
@@ -137,27 +138,31 @@ def reject(
     check_choice("statistic", statistic, get_args(Statistic))
     check_choice("over", over, get_args(Over))
     _check_statistic_bounds(statistic, over, lower, upper)
-    lower, upper = plain_number(lower), plain_number(upper)
-    needs = {"binary_kl": ("log_ratio", "log_probs"), "divergence": ("log_ratio", "divergence")}
+    bounds = [plain_number(bound) for bound in (lower, upper)]
+    if statistic == "k1":
+        bounds = [None if bound is None else _log(bound) for bound in bounds]
+    others = {"binary_kl": ("log_probs",), "divergence": ("divergence",)}
+    needs = ("log_ratio", *others.get(statistic, ()))
 
-    def keep(coefficients, mask, log_ratio, other=None):
-        extra = {statistic: other} if statistic == "divergence" else {"log_probs": other}
-        tokens = ratios.token_statistic(statistic, log_ratio, **extra)
-        inside = _inside_statistic(tokens, mask, statistic, over, (lower, upper))
+    def values_of(mask, arrays):
+        named = dict(zip(needs, arrays, strict=True))
+        tokens = ratios.token_statistic(statistic, **named)
+        return tokens if over in ("token", "max") else ratios.aggregate(tokens, mask, over)
+
+    def keep(coefficients, mask, *arrays):
+        inside = _inside(values_of(mask, arrays), *bounds)
+        if over == "max":
+            inside = jnp.all(~mask | inside, axis=-1, keepdims=True)
         return jnp.where(inside, coefficients, 0.0)
 
-    def beyond(mask, log_ratio, other=None):
-        extra = {statistic: other} if statistic == "divergence" else {"log_probs": other}
-        tokens = ratios.token_statistic(statistic, log_ratio, **extra)
-        return _beyond_statistic(tokens, mask, statistic, over, (lower, upper))
+    def beyond(mask, *arrays):
+        flags = outside(values_of(mask, arrays), *bounds)
+        if over == "max":
+            return {k: jnp.any(mask & flag, axis=-1, keepdims=True) for k, flag in flags.items()}
+        return flags
 
-    made = map_coefficients(
-        f"reject({statistic!r}, over={over!r})",
-        keep,
-        needs=needs.get(statistic, ("log_ratio",)),
-        effect="reject",
-    )
-    return declared(made, beyond=beyond)
+    name = f"reject({statistic!r}, over={over!r})"
+    return declared(map_coefficients(name, keep, needs=needs, effect="reject"), beyond=beyond)
 
 
 def veto(threshold: float = 1e-4) -> Correction:
@@ -216,18 +221,18 @@ def where_advantage(sign: Sign, inner: optax.GradientTransformation) -> Correcti
     return Correction(tuple(_chosen(sign, block) for block in chain(inner).blocks))
 
 
-def checked_bounds(lower: Any, upper: Any, *, what: str) -> tuple[Any, Any]:
+def checked_bounds(lower: Any, upper: Any) -> tuple[Any, Any]:
     """Returns both bounds on a ratio as `plain_number`s.
 
     Refuses bounds that are negative, in the wrong order, both absent, or exclude 1.
     """
     if lower is None and upper is None:
-        raise InputError(f"no bound on {what}; give lower, upper or both")
+        raise InputError("no bound on the ratio; give lower, upper or both")
     numbers = {}
     for name, bound in (("lower", lower), ("upper", upper)):
         numbers[name] = None if bound is None else known_number(bound)
         if numbers[name] is not None and not numbers[name] > 0.0:
-            raise InputError(f"the {name} bound is {bound}; a bound on {what} must be above 0")
+            raise InputError(f"the {name} bound is {bound}; a bound on the ratio must be above 0")
     low, high = numbers["lower"], numbers["upper"]
     if low is not None and high is not None and low > high:
         raise InputError(f"the lower bound is {lower}, above the upper one, which is {upper}")
@@ -263,7 +268,7 @@ def _chosen(sign: Sign, block: Block) -> Block:
 
 def _check_statistic_bounds(statistic, over, lower, upper) -> None:
     if statistic in ("ratio", "k1"):
-        checked_bounds(lower, upper, what="the ratio")
+        checked_bounds(lower, upper)
         if statistic == "ratio" and over == "sum":
             raise InputError(
                 "reject('ratio', over='sum') grows with length; 'k1' bounds the product"
@@ -277,30 +282,6 @@ def _check_statistic_bounds(statistic, over, lower, upper) -> None:
     number = known_number(upper)
     if number is not None and not number >= least:
         raise InputError(f"upper is {upper}; for {statistic!r} it must be {least:g} or more")
-
-
-def _inside_statistic(tokens, mask, statistic, over, bounds) -> jax.Array:
-    lower, upper = bounds
-    if statistic == "k1":
-        lower, upper = (None if bound is None else _log(bound) for bound in bounds)
-    if over == "max":
-        return jnp.all(~mask | _inside(tokens, lower, upper), axis=-1, keepdims=True)
-    if over != "token":
-        tokens = ratios.aggregate(tokens, mask, over)
-    return _inside(tokens, lower, upper)
-
-
-def _beyond_statistic(tokens, mask, statistic, over, bounds) -> dict[str, jax.Array]:
-    """The tokens bool[B, R] or sequences bool[B, 1] below and above the bounds that there are."""
-    lower, upper = bounds
-    if statistic == "k1":
-        lower, upper = (None if bound is None else _log(bound) for bound in bounds)
-    values = tokens if over in ("token", "max") else ratios.aggregate(tokens, mask, over)
-    flags = {} if lower is None else {"below": values < lower}
-    flags |= {} if upper is None else {"above": values > upper}
-    if over == "max":
-        return {k: jnp.any(mask & flag, axis=-1, keepdims=True) for k, flag in flags.items()}
-    return flags
 
 
 def _inside(values: jax.Array, lower: Any, upper: Any) -> jax.Array:
@@ -417,7 +398,7 @@ def mix_in_adaptively(
     figures and the mixture; how they are joined here is ours.
     """
     check_choice("level", level, get_args(Level))
-    _, upper = checked_bounds(None, upper, what="the ratio")
+    _, upper = checked_bounds(None, upper)
     number = known_number(kl_scale)
     if number is not None and not number > 0.0:
         raise InputError(f"kl_scale is {kl_scale}; it must be above 0")

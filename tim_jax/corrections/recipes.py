@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.errors import InputError, check_choice, did_you_mean
 from tim_jax.corrections.base import Correction, chain, declared, known_number, plain_number
 from tim_jax.corrections.blocks import (
     Bound,
@@ -91,20 +91,14 @@ def geometric_rejection_token_tis(
     *, lower: float = 0.999, upper: float = 1.001, cap: float = 2.0
 ) -> Correction:
     """`geometric_rejection` with token TIS on the survivors (verl's geo_rs_token_tis)."""
-    return chain(
-        reject("k1", over="mean", lower=lower, upper=upper),
-        scale_by_truncated_ratio("token", upper=cap),
-    )
+    return chain(geometric_rejection(lower=lower, upper=upper), token_tis(cap=cap))
 
 
 def geometric_rejection_sequence_tis(
     *, lower: float = 0.999, upper: float = 1.001, cap: float = 2.0
 ) -> Correction:
     """`geometric_rejection` with sequence TIS on the survivors (verl's geo_rs_seq_tis)."""
-    return chain(
-        reject("k1", over="mean", lower=lower, upper=upper),
-        scale_by_truncated_ratio("sequence", upper=cap),
-    )
+    return chain(geometric_rejection(lower=lower, upper=upper), sequence_tis(cap=cap))
 
 
 def k3_rejection(*, bound: float = 0.01) -> Correction:
@@ -114,19 +108,14 @@ def k3_rejection(*, bound: float = 0.01) -> Correction:
 
 def k3_rejection_token_tis(*, bound: float = 0.01, cap: float = 2.0) -> Correction:
     """`k3_rejection` with token TIS on the survivors (verl's k3_rs_token_tis)."""
-    return chain(
-        reject("k3", over="mean", upper=bound), scale_by_truncated_ratio("token", upper=cap)
-    )
+    return chain(k3_rejection(bound=bound), token_tis(cap=cap))
 
 
 def sequence_tis_product_rejection(
     *, cap: float = 2.0, lower: float = 0.5, upper: float = 2.0
 ) -> Correction:
     """Sequence TIS on sequences whose product ratio is in [lower, upper] (verl's seq_is_rs)."""
-    return chain(
-        reject("k1", over="sum", lower=lower, upper=upper),
-        scale_by_truncated_ratio("sequence", upper=cap),
-    )
+    return chain(reject("k1", over="sum", lower=lower, upper=upper), sequence_tis(cap=cap))
 
 
 def seq_mask_tis(*, lower: float = 0.999, upper: float = 1.002) -> Correction:
@@ -136,7 +125,7 @@ def seq_mask_tis(*, lower: float = 0.999, upper: float = 1.002) -> Correction:
 
 def token_tis_veto(*, cap: float = 2.0, threshold: float = 1e-4) -> Correction:
     """Token TIS; a token with `r_t < threshold` rejects its sequence (verl until 2025, slime)."""
-    return chain(veto(threshold), scale_by_truncated_ratio("token", upper=cap))
+    return chain(veto(threshold), token_tis(cap=cap))
 
 
 def trust_region_masking(
@@ -197,10 +186,8 @@ def vexact(
         raise InputError(f"bound is {bound}; it must lie in [0, 1)")
     bound = plain_number(bound)
     lower, upper = (1.0 - bound, 1.0 + bound) if statistic == "k1" else (None, bound)
-    return chain(
-        reject(statistic, over="mean", lower=lower, upper=upper),
-        scale_by_truncated_ratio("token", upper=cap),
-    )
+    rejection = reject(statistic, over="mean", lower=lower, upper=upper)
+    return chain(rejection, token_tis(cap=cap))
 
 
 def ais(*, cap: float = 2.0, kl_scale: float = 0.01) -> Correction:
@@ -245,8 +232,7 @@ def _build_one(entry: Mapping[str, Any]) -> Correction:
             f"correction {dict(entry)!r} has no name; known: {', '.join(sorted(functions))}"
         )
     name, arguments = entry["name"], {k: v for k, v in entry.items() if k != "name"}
-    if name not in functions:
-        raise InputError(f"correction {name!r} is unknown{did_you_mean(str(name), functions)}")
+    check_choice("correction", name, functions)
     parameters = dict(inspect.signature(functions[name]).parameters)
     parameters.pop("axis_name", None)  # of a mesh axis inside `shard_map`: not for configurations
     for argument in arguments:

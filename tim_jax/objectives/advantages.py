@@ -31,34 +31,11 @@ Estimator = Literal[
     "off_policy_baseline",
 ]
 
-GROUP_BASELINES: tuple[Estimator, ...] = (
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "pass_at_k",
-    "gpg",
-    "optimal_token_baseline",
-    "off_policy_baseline",
-)
-
-_NEEDS: dict[Estimator, frozenset[str]] = {
-    "reinforce_plus_plus": frozenset({"mask"}),
-    "reinforce_plus_plus_baseline": frozenset({"mask"}),
-    "opo": frozenset({"mask"}),
-    "remax": frozenset({"greedy_rewards"}),
-    "optimal_token_baseline": frozenset({"mask", "energies"}),
-    "off_policy_baseline": frozenset({"mask", "energies"}),
-}
 _MEANING = {
     "mask": "the response mask, bool[B, R]",
     "greedy_rewards": "the reward of each prompt's greedy response, f32[B / samples]",
     "energies": "1 - 2 pi + sum pi^2 at each token, f32[B, R]",
 }
-# Where tokens are rewarded, their advantage is of what follows them, not of the whole response.
-OF_TOKENS = frozenset({"reinforce", "reinforce_plus_plus", "remax", "optimal_token_baseline"})
-
 # An impossible token has log-ratio -inf; a sum of two such must stay a number.
 _LOG_RATIO_FINITE = 1e6
 # verl adds it to the variance when it whitens.
@@ -72,7 +49,7 @@ def needs(estimator: Estimator) -> frozenset[str]:
         InputError: an unknown estimator.
     """
     check_choice("estimator", estimator, get_args(Estimator))
-    return _NEEDS.get(estimator, frozenset())
+    return _RULES[estimator].needs
 
 
 def check_samples(estimator: Estimator, samples: int) -> None:
@@ -85,13 +62,6 @@ def check_samples(estimator: Estimator, samples: int) -> None:
             f"samples = 1: must be 2 or more for the estimator {estimator!r}, which compares the"
             " responses to a prompt with one another; 'reinforce' needs one alone"
         )
-
-
-def why_no_refills(estimator: Estimator) -> str:
-    """Why groups of equal rewards are not drawn again; "" for an estimator that may have it so."""
-    if estimator in GROUP_BASELINES:
-        return ""
-    return f"must be 0: the estimator {estimator!r} learns from groups of equal rewards too"
 
 
 def advantages(
@@ -191,7 +161,7 @@ def advantages(
     if groups.ndim == 2:
         counted = jnp.ones_like(groups, bool) if counted is None else jnp.any(counted, axis=-1)
     batch = _Batch(groups, counted, **arrays, eps=eps, weight_cap=weight_cap)
-    values = _RULES[estimator](batch)
+    values = _RULES[estimator].advantages(batch)
     return values.reshape(rewards.shape[0], *values.shape[2:])
 
 
@@ -294,21 +264,36 @@ def _off_policy_baseline(batch: _Batch) -> jax.Array:
     return _informative(batch, batch.rewards - baseline)
 
 
-_RULES: dict[Estimator, Callable[[_Batch], jax.Array]] = {
-    "grpo": _grpo,
-    "dr_grpo": _dr_grpo,
-    "rloo": _rloo,
-    "reinforce": _reinforce,
-    "reinforce_batch": _reinforce_batch,
-    "reinforce_plus_plus": _reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
-    "opo": _opo,
-    "remax": _remax,
-    "pass_at_k": _pass_at_k,
-    "gpg": _gpg,
-    "optimal_token_baseline": _optimal_token_baseline,
-    "off_policy_baseline": _off_policy_baseline,
+class _Rule(NamedTuple):
+    """An estimator."""
+
+    advantages: Callable[[_Batch], jax.Array]
+    needs: frozenset[str] = frozenset()  # of `_MEANING`
+    of_group: bool = False  # compares the responses to a prompt with one another
+    # Where tokens are rewarded, their advantage is of what follows them, not of the whole response.
+    of_tokens: bool = False
+
+
+_MASK, _ENERGIES = frozenset({"mask"}), frozenset({"mask", "energies"})
+_RULES: dict[Estimator, _Rule] = {
+    "grpo": _Rule(_grpo, of_group=True),
+    "dr_grpo": _Rule(_dr_grpo, of_group=True),
+    "rloo": _Rule(_rloo, of_group=True),
+    "reinforce": _Rule(_reinforce, of_tokens=True),
+    "reinforce_batch": _Rule(_reinforce_batch),
+    "reinforce_plus_plus": _Rule(_reinforce_plus_plus, _MASK, of_tokens=True),
+    "reinforce_plus_plus_baseline": _Rule(_reinforce_plus_plus_baseline, _MASK, of_group=True),
+    "opo": _Rule(_opo, _MASK, of_group=True),
+    "remax": _Rule(_remax, frozenset({"greedy_rewards"}), of_tokens=True),
+    "pass_at_k": _Rule(_pass_at_k, of_group=True),
+    "gpg": _Rule(_gpg, of_group=True),
+    "optimal_token_baseline": _Rule(
+        _optimal_token_baseline, _ENERGIES, of_group=True, of_tokens=True
+    ),
+    "off_policy_baseline": _Rule(_off_policy_baseline, _ENERGIES, of_group=True),
 }
+GROUP_BASELINES = tuple(name for name, rule in _RULES.items() if rule.of_group)
+OF_TOKENS = frozenset(name for name, rule in _RULES.items() if rule.of_tokens)
 
 
 def _group_sum(batch: _Batch) -> jax.Array:

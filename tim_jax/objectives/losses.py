@@ -317,15 +317,8 @@ def clip_cov(
     clipped: high where A > 0, else low.
     """
     del share, lower, upper
-    plain = clip(
-        log_probs,
-        old_log_probs,
-        advantages,
-        mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
+    ratio = _token_ratio(log_probs, old_log_probs, mask)
+    plain = _clipped(ratio, advantages, mask, clip_low, clip_high, dual_clip)
     # A NaN must stay visible, even where the token was selected.
     removed = selected & mask & ~jnp.isnan(plain.loss)
     raised = advantages > 0.0
@@ -382,15 +375,8 @@ def select_clip_cov(
     rows, padding and sharding do not change it. Takes the options of `clip_cov`, and no gradient.
     """
     covariance = _covariance(log_probs, advantages, mask)
-    plain = clip(
-        log_probs,
-        old_log_probs,
-        advantages,
-        mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
+    ratio = _token_ratio(log_probs, old_log_probs, mask)
+    plain = _clipped(ratio, advantages, mask, clip_low, clip_high, dual_clip)
     clipped = plain.clipped_low | plain.clipped_high | plain.clipped_dual
     eligible = mask & (covariance > lower) & (covariance < upper) & ~clipped
     order = _fingerprint(log_probs, old_log_probs, advantages, mask)
@@ -516,18 +502,6 @@ def policy_loss(
     if selected is None:
         raise InputError(f"the loss {name!r} needs the tokens that `select` finds; none were given")
     return LOSSES[name](*arrays, selected=selected, **given)
-
-
-def select(
-    name: str,
-    log_probs: jax.Array,
-    old_log_probs: jax.Array,
-    advantages: jax.Array,
-    mask: jax.Array,
-    given: Mapping[str, Any],
-) -> jax.Array:
-    """Returns bool[B, R], the tokens of the whole batch that a loss of `SELECTIONS` acts on."""
-    return SELECTIONS[name](log_probs, old_log_probs, advantages, mask, **given)
 
 
 def uses_ratio(name: str) -> bool:

@@ -360,7 +360,8 @@ class Objective:
         """
         advantages = _token_advantages(advantages, mask.shape)
         log_probs, old = (jnp.where(mask, x, 0.0) for x in (log_probs, old_log_probs))
-        return losses.select(self.loss, log_probs, old, advantages, mask, self.options)
+        find = losses.SELECTIONS[self.loss]
+        return find(log_probs, old, advantages, mask, **self.options)
 
     def token_losses(
         self,
@@ -517,17 +518,11 @@ def dppo(**changes) -> Objective:
 
 
 PRESETS = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce": reinforce,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "dapo": dapo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "dppo": dppo,
+    preset.__name__: preset
+    for preset in (
+        *(grpo, dr_grpo, rloo, reinforce, reinforce_plus_plus, dapo),
+        *(gspo, cispo, sapo, gmpo, dppo),
+    )
 }
 
 

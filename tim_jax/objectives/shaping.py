@@ -142,52 +142,32 @@ class AdaptiveKL:
         if not self.horizon >= 1:
             raise InputError(f"horizon is {self.horizon}; it must be at least 1 sequence")
 
-    def check(self, sequences: int) -> None:
-        """Refuses so large a step that it could end the penalty."""
-        check_sequences(sequences, self.horizon)
-
     def update(self, coefficient: jax.Array, kl: jax.Array, *, sequences: int) -> jax.Array:
-        """Returns the next coefficient f32[]; see `adapted_coefficient`."""
-        return adapted_coefficient(
-            coefficient, kl, target=self.target, horizon=self.horizon, sequences=sequences
-        )
+        """Returns f32[], the coefficient after a step on `sequences` sequences of divergence `kl`.
 
+        `coefficient * (1 + clip((kl - target) / target, -0.2, 0.2) * sequences / horizon)`, the
+        log-space proportional controller of Ziegler et al. 2019 (arXiv 1909.08593, section 2.2),
+        whose K_beta of 0.1 per step is `sequences / horizon`. A coefficient of 0 stays 0.
 
-def check_sequences(sequences: int, horizon: int) -> None:
-    """Refuses so large a step that it could bring the coefficient to 0."""
-    if not 0 <= sequences < horizon / _LARGEST_ERROR:
-        raise InputError(
-            f"sequences is {sequences}; with horizon {horizon} it must lie in"
-            f" [0, {horizon / _LARGEST_ERROR:g}), or one step could end the penalty"
-        )
+        A `kl` that is not finite leaves the coefficient unchanged: the coefficient is kept from
+        step to step, and would stay NaN for ever.
 
+        Args:
+            coefficient: f32[], 0 or more.
+            kl: f32[], measured in the unit of `target`.
+            sequences: of this step; below `5 * horizon`, where the factor could reach 0.
 
-def adapted_coefficient(
-    coefficient: jax.Array, kl: jax.Array, *, target: float, horizon: int, sequences: int
-) -> jax.Array:
-    """Returns f32[], the KL coefficient after a step on `sequences` sequences of divergence `kl`.
-
-    `coefficient * (1 + clip((kl - target) / target, -0.2, 0.2) * sequences / horizon)`, the
-    log-space proportional controller of Ziegler et al. 2019 (arXiv 1909.08593, section 2.2), whose
-    K_beta of 0.1 per step is `sequences / horizon`. A coefficient of 0 stays 0.
-
-    A `kl` that is not finite leaves the coefficient unchanged: the coefficient is kept from step to
-    step, and would stay NaN for ever.
-
-    Args:
-        coefficient: f32[], 0 or more.
-        kl: f32[], measured in the unit of `target`.
-        target: as in `AdaptiveKL`, positive.
-        horizon: as in `AdaptiveKL`, positive.
-        sequences: of this step; below `5 * horizon`, where the factor could reach 0.
-
-    Raises:
-        InputError: `sequences` is below 0, or `5 * horizon` or more.
-    """
-    check_sequences(sequences, horizon)
-    coefficient, kl = widened(coefficient, kl)
-    # Each factor is inside a clip or a select, so that no sum becomes a fused multiply-add.
-    gain = sequences / horizon
-    limit = _LARGEST_ERROR * gain
-    change = jnp.clip((kl - target) / target * gain, -limit, limit)
-    return jnp.where(jnp.isfinite(kl), coefficient * (1.0 + change), coefficient)
+        Raises:
+            InputError: `sequences` is below 0, or `5 * horizon` or more.
+        """
+        if not 0 <= sequences < self.horizon / _LARGEST_ERROR:
+            raise InputError(
+                f"sequences is {sequences}; with horizon {self.horizon} it must lie in"
+                f" [0, {self.horizon / _LARGEST_ERROR:g}), or one step could end the penalty"
+            )
+        coefficient, kl = widened(coefficient, kl)
+        # Each factor is inside a clip or a select, so that no sum becomes a fused multiply-add.
+        gain = sequences / self.horizon
+        limit = _LARGEST_ERROR * gain
+        change = jnp.clip((kl - self.target) / self.target * gain, -limit, limit)
+        return jnp.where(jnp.isfinite(kl), coefficient * (1.0 + change), coefficient)

@@ -88,15 +88,8 @@ def sample(
     count = prompts.tokens.shape[0] * samples
     numerics, limit = execution.numerics, execution.sampling.max_tokens
     weights = whole_weights(weights, execution)
-    execution, rows = in_loop(execution)
-    decoding = Decoding(
-        execution=execution,
-        rows=rows,
-        streams=_streams(key, prompts.ids, samples, first),
-        draw=draw or partial(draw_exactly, sampling=execution.sampling, numerics=numerics),
-        begun=begun or Begun(0, jnp.zeros(count, bool)),
-        stops=jnp.asarray(execution.sampling.stop_tokens, jnp.int32),
-    )
+    streams = _streams(key, prompts.ids, samples, first)
+    decoding = Decoding.of(execution, streams, draw=draw, begun=begun)
     width = min(batching.slots or count, count)
     pages = batching.pages
     cache, results = decoding.prefill(weights, prompts, samples=samples, at_a_time=width)
@@ -105,7 +98,16 @@ def sample(
         block = numerics.kv_block
         blocks = -(-prompts.tokens.shape[1] // block)
         pool = pages and Pool(prompts.tokens.shape[0] * blocks, blocks, pages, block)
-        queue = _queue(cache, results, starts, order, samples=samples, longest=limit, pool=pool)
+        order = jnp.arange(count, dtype=jnp.int32) if order is None else order
+        queue = Queue(
+            order=order,
+            waiting=~results.ended[order],  # some may be over after one token
+            prompt_lengths=starts,
+            prompts=cache,
+            samples=samples,
+            longest=limit,
+            pool=pool,
+        )
         slots = slotting.empty(queue, width, numerics=numerics)
         state = _State(slots, results, queue.waiting)
         unstacked = parameters.unstacked(weights)
@@ -167,18 +169,6 @@ def trips(sequences: int, sampling: Sampling, batching: Batching) -> tuple[int, 
     return (*searches, *whole, *searches, *narrowed)
 
 
-def _queue(cache, results: Results, starts, order: jax.Array | None, **shape: Any) -> Queue:
-    """All sequences that are not over after one token."""
-    order = jnp.arange(starts.shape[0], dtype=jnp.int32) if order is None else order
-    return Queue(
-        order=order,
-        waiting=~results.ended[order],
-        prompt_lengths=starts,
-        prompts=cache,
-        **shape,
-    )
-
-
 def draw_exactly(logits, uniform, positions, sequences, *, sampling, numerics):
     """The `Draw` of a sampler that differs in nothing."""
     del positions, sequences
@@ -216,6 +206,22 @@ class Decoding:
     draw: Draw
     begun: Begun
     stops: jax.Array  # i32[n]
+
+    @classmethod
+    def of(
+        cls,
+        execution: Execution,
+        streams: jax.Array,
+        *,
+        draw: Draw | None = None,
+        begun: Begun | None = None,
+    ) -> "Decoding":
+        """By the weights of `whole_weights`; `draw` and `begun` as in `sample`."""
+        plain = partial(draw_exactly, sampling=execution.sampling, numerics=execution.numerics)
+        inside, rows = in_loop(execution)
+        begun = begun or Begun(0, jnp.zeros(streams.shape, bool))
+        stops = jnp.asarray(execution.sampling.stop_tokens, jnp.int32)
+        return cls(inside, rows, streams, draw or plain, begun, stops)
 
     def prefill(
         self, weights: Weights, prompts: Prompts, *, samples: int, at_a_time: int

@@ -96,9 +96,8 @@ def chosen_alike(weights: Weights, rollout: Rollout, *, execution: Execution) ->
     """f32[B, R, L], of the positions that predict the response tokens: the share of the routes'
     experts that the model's own router takes too, in each layer. On one device."""
     laid_out = layout.padded(rollout)
-    embeddings, _ = transformer.embedded(weights, laid_out.tokens, execution=execution)
     _, _, routed = transformer.forward(
-        weights, laid_out.tokens, laid_out.positions, execution=execution, embeddings=embeddings
+        weights, laid_out.tokens, laid_out.positions, execution=execution
     )
     same = _same_experts(routed, laid_out).astype(jnp.float32)
     return laid_out.predicting(jnp.mean(same, axis=3))
@@ -148,14 +147,9 @@ def of_logits(
       The tree, of arrays [B, R, ...]; beyond a response meaningless.
     """
     laid_out = layout.padded(rollout)
-    embeddings, _ = transformer.embedded(weights, laid_out.tokens, execution=execution)
+    routes = laid_out.routes if execution.routing == "replayed" else None
     hidden, _, _ = transformer.forward(
-        weights,
-        laid_out.tokens,
-        laid_out.positions,
-        execution=execution,
-        embeddings=embeddings,
-        routes=laid_out.routes if execution.routing == "replayed" else None,
+        weights, laid_out.tokens, laid_out.positions, execution=execution, routes=routes
     )
     head = {name: weights[name] for name in ("final_norm", "head")}
     shape = rollout.responses.shape

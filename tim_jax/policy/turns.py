@@ -33,7 +33,7 @@ from tim_jax.model.weights import Weights
 from tim_jax.placement import collectives
 from tim_jax.policy import sampler
 from tim_jax.policy import slots as slotting
-from tim_jax.policy.sampler import Begun, Decoding, Draw
+from tim_jax.policy.sampler import Decoding, Draw
 from tim_jax.policy.slots import Pool, Queue, Slots, Tables
 
 _COPIES = 64  # of pages, in a call
@@ -188,18 +188,8 @@ class Turning:
         return after.cache, found
 
     def _decoding(self, names: Names, execution: Execution) -> Decoding:
-        plain = partial(
-            sampler.draw_exactly, sampling=execution.sampling, numerics=execution.numerics
-        )
-        execution, rows = sampler.in_loop(execution)
-        return Decoding(
-            execution=execution,
-            rows=rows,
-            streams=names.streams,
-            draw=(self.drawing and self.drawing(names)) or plain,
-            begun=Begun(0, jnp.zeros(names.prompts.shape, bool)),
-            stops=jnp.asarray(execution.sampling.stop_tokens, jnp.int32),
-        )
+        draw = self.drawing and self.drawing(names)
+        return Decoding.of(execution, names.streams, draw=draw)
 
 
 def copy_pages(cache: Cache, sources: jax.Array, targets: jax.Array, count: jax.Array) -> Cache:

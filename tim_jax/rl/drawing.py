@@ -29,7 +29,7 @@ from tim_jax.tasks import base
 from tim_jax.tasks.base import Example, SharedGrader, Task
 from tim_jax.tasks.bridges import Bridge, Bridged
 from tim_jax.tasks.episodes import Answering, Environment, History
-from tim_jax.tasks.text import check_prompts, dated, encode_prompt
+from tim_jax.tasks.text import check_prompts, dated, encode_prompt, uses_template
 
 SAMPLING = "sampling"  # what a wait for it, and memory that runs out in it, are called
 
@@ -100,11 +100,10 @@ class Text:
         Raises:
           InputError: the chat template rewrites earlier turns, which `history` does not allow.
         """
-        template = self.chat_template
         bridge = Bridge(
             self.tokenizer,
             stop_tokens=stop_tokens,
-            templated=bool(self.tokenizer.chat_template) if template == "auto" else template,
+            templated=uses_template(self.tokenizer, self.chat_template),
             options=self._options,
             history=history,
         )
@@ -364,24 +363,15 @@ def _said(rollout: Rollout, text: Text) -> list[str]:
     if rollout.parts == 1:
         return text.completions(rollout)
     rollout, said = jax.device_get(rollout), []
-    wholes = [
-        [*prompt[:start], *response[:length]]
-        for prompt, start, response, length in zip(
-            rollout.prompts,
-            rollout.prompt_lengths,
-            rollout.responses,
-            rollout.lengths,
-            strict=True,
-        )
-    ]
+    sizes = rollout.prompt_lengths, rollout.lengths
+    rows = zip(rollout.prompts, rollout.responses, *sizes, strict=True)
+    wholes = [[*prompt[:start], *response[:end]] for prompt, response, start, end in rows]
     for first in range(0, len(wholes), rollout.parts):
         before = wholes[first][: rollout.prompt_lengths[first]]
         texts = []
         for whole in filter(None, wholes[first : first + rollout.parts]):
-            same = (
-                i for i, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]
-            )
-            start = next(same, min(len(before), len(whole)))
+            pairs = enumerate(zip(before, whole, strict=False))
+            start = next((i for i, (x, y) in pairs if x != y), min(len(before), len(whole)))
             texts.append(text.tokenizer.decode(whole[start:], skip_special_tokens=True))
             before = whole
         said.append("\n".join(texts))

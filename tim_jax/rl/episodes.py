@@ -14,7 +14,7 @@ Then the episode goes on in a new row, under other random numbers. The row befor
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -178,8 +178,8 @@ def play(
     order, pool = programs.order(len(prompts.ids)), programs.pool(*prompts.tokens.shape)
     of_devices, names = _dealt(prompts, key, order, programs)
     weights, cache, first, keys = programs.begin(weights, of_devices, names, pool=pool)
-    told = states, asked or [None] * len(states)
-    books = _Books.of(of_devices, order, told, programs, first, np.asarray(keys))
+    of_prompts = of_devices, states, asked or [None] * len(states)
+    books = _Books(programs, order, *of_prompts, first=first, keys=np.asarray(keys))
     sizes = {"own": books.own, "longest": books.sequences.shape[1]}
     held = Pages(pool, cache, cached=books.cached, shared=books.shared, **sizes)
     most = min(programs.batching.slots or books.own, books.own)
@@ -251,90 +251,66 @@ def _extended(cache, weights, rows, books: "_Books", held: Pages, programs: Prog
     return cache
 
 
-@dataclass(eq=False)
 class _Books:
     """What is known of every episode. N rows, R tokens at most after the prompt, T turns.
 
     Rows are device by device, as many of each.
     """
 
-    samples: int  # of each prompt
-    order: np.ndarray  # i64[shards, N / shards], rows of the step
-    most: Turns
-    room: int  # R
-    starts: np.ndarray  # i32[N], lengths of the prompts
-    sequences: np.ndarray  # i32[N, Tp + R], by position: each prompt, then what follows it
-    states: list[Any]
-    keys: np.ndarray  # u32[N, T, 2]
-    vocabulary: int
-    log_probs: np.ndarray  # f32[N, R]
-    drawn_with: np.ndarray | None  # f32[N, R]
-    drawn: np.ndarray  # bool[N, R]
-    rewards: np.ndarray  # f32[N, R], of turns, at their last tokens
-    lengths: np.ndarray  # i32[N], tokens after the prompt
-    began: np.ndarray  # i32[N], lengths at which the turns began
-    limits: np.ndarray  # i32[N], lengths at which the turns are cut
-    turn: np.ndarray  # i32[N], its number
-    ended: np.ndarray  # bool[N], the last turn drew its end token
-    ready: np.ndarray  # bool[N], can go on
-    over: np.ndarray  # bool[N]
-    fits: np.ndarray  # bool[N], no reply was left out for want of room
-    failed: np.ndarray  # bool[N], the environment failed
-    cached: np.ndarray  # i32[N], positions whose keys and values are there
-    shared: np.ndarray  # i32[N], of them those that the prompt has for all its samples
-    prompts: list[Any]  # of each episode, as text or messages, if that is known
-    before: list[list[dict[str, Any]]]  # of each episode its rows before this one, `_OF_ROWS`
-    extended: int = 0  # positions computed in chunks
-    asked: list[int] = field(default_factory=list)  # rows whose turns have ended just now
+    def __init__(
+        self, programs: Programs, order, prompts: Prompts, states, asked, *, first: First, keys
+    ) -> None:
+        """After the first token of each row.
 
-    @classmethod
-    def of(
-        cls, prompts: Prompts, order, told: tuple, programs: Programs, first: First, keys
-    ) -> "_Books":
-        """After the first token of each; `prompts` are each device's, `told` of each of the step's
-        the environment's state and what it is as text."""
-        tokens, starts = (np.asarray(x) for x in (prompts.tokens, prompts.lengths))
-        room, count = programs.execution.sampling.max_tokens, order.size
-        own = count // len(starts)  # samples of a prompt on a device
-        starts = np.repeat(starts, own).astype(np.int32)
-        sequences = np.pad(np.repeat(tokens, own, axis=0), ((0, 0), (0, room)))
-        wide = partial(np.zeros, (count, room))
-        none = np.zeros(count, np.int32)
-        books = cls(
-            samples=programs.samples,
-            order=order,
-            most=programs.turns,
-            room=room,
-            starts=starts,
-            sequences=sequences.astype(np.int32),
-            states=[copy.deepcopy(told[0][row // programs.samples]) for row in order.flat],
-            keys=keys,
-            vocabulary=programs.execution.config.vocab_size,
-            log_probs=wide(np.float32),
-            drawn_with=None if first.drawn is None else wide(np.float32),
-            drawn=wide(bool),
-            rewards=wide(np.float32),
-            lengths=none.copy(),
-            began=none.copy(),
-            limits=np.full(count, min(programs.turns.max_tokens, room), np.int32),
-            turn=none.copy(),
-            ended=np.zeros(count, bool),
-            ready=np.ones(count, bool),
-            over=np.zeros(count, bool),
-            fits=np.ones(count, bool),
-            failed=np.zeros(count, bool),
-            cached=starts.copy(),
-            shared=starts.copy(),
-            prompts=[told[1][row // programs.samples] for row in order.flat],
-            before=[[] for _ in range(count)],
-        )
+        Args:
+          order: i64[shards, N / shards], rows of the step.
+          prompts: those of each device.
+          states: the environment's, one for each prompt of the step.
+          asked: each prompt of the step as text or messages, or None.
+          keys: u32[N, T, 2], of turns.
+        """
+        tokens, lengths = (np.asarray(x) for x in (prompts.tokens, prompts.lengths))
+        self.samples, self.order, self.keys = programs.samples, order, keys
+        self.most, self.vocabulary = programs.turns, programs.execution.config.vocab_size
+        self.room = room = programs.execution.sampling.max_tokens  # R
+        count = order.size
+        own = count // len(lengths)  # samples of a prompt on a device
+        starts = np.repeat(lengths, own).astype(np.int32)
+        # By position: each prompt, then what follows it. i32[N, Tp + R].
+        self.sequences = np.pad(np.repeat(tokens, own, axis=0), ((0, 0), (0, room)))
+        self.sequences = self.sequences.astype(np.int32)
+        self.states = [copy.deepcopy(states[row // self.samples]) for row in order.flat]
+        self.prompts = [asked[row // self.samples] for row in order.flat]
+        # Of each episode its rows before this one, `_OF_ROWS`.
+        self.before: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+        # [N, R].
+        self.log_probs = np.zeros((count, room), np.float32)
+        self.drawn_with = None if first.drawn is None else np.zeros((count, room), np.float32)
+        self.drawn = np.zeros((count, room), bool)
+        self.rewards = np.zeros((count, room), np.float32)  # of turns, at their last tokens
+        # i32[N].
+        self.starts = starts  # lengths of the prompts
+        self.lengths = np.zeros(count, np.int32)  # tokens after the prompt
+        self.began = np.zeros(count, np.int32)  # lengths at which the turns began
+        # Lengths at which the turns are cut.
+        self.limits = np.full(count, min(self.most.max_tokens, room), np.int32)
+        self.turn = np.zeros(count, np.int32)  # its number
+        self.cached = starts.copy()  # positions whose keys and values are there
+        self.shared = starts.copy()  # of them those that the prompt has for all its samples
+        # bool[N].
+        self.ended = np.zeros(count, bool)  # the last turn drew its end token
+        self.ready = np.ones(count, bool)  # can go on
+        self.over = np.zeros(count, bool)
+        self.fits = np.ones(count, bool)  # no reply was left out for want of room
+        self.failed = np.zeros(count, bool)  # the environment failed
+        self.extended = 0  # positions computed in chunks
+        self.asked: list[int] = []  # rows whose turns have ended just now
         first = jax.device_get(first)
         drawn_with = first.log_probs if first.drawn is None else first.drawn
         for row in range(count):
             one = slice(row, row + 1)
             drew = first.tokens[one], first.log_probs[one], drawn_with[one]
-            books._append(row, *drew, ended=bool(first.ended[row]))
-        return books
+            self._append(row, *drew, ended=bool(first.ended[row]))
 
     @property
     def count(self) -> int:

@@ -46,11 +46,6 @@ def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
     return 1.0 - np.prod(np.where(taken, factors, 1.0), axis=-1)
 
 
-def mean_at_k(rewards: np.ndarray) -> float:
-    """Returns the mean reward over all samples of all prompts (mean@k for [P, k] rewards)."""
-    return float(np.mean(_checked(rewards)))
-
-
 def standard_error(rewards: np.ndarray) -> float:
     """Returns the standard error of the mean reward over prompts, whose samples count as one each.
 
@@ -79,7 +74,7 @@ def mean_and_pass(
         ks = [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples]
     correct = np.sum(rewards >= solved, axis=1)
     passes = {f"pass@{k}": float(np.mean(pass_at_k(correct, samples, k))) for k in ks}
-    return {f"mean@{samples}": mean_at_k(rewards), **passes, "prompts": float(prompts)}
+    return {f"mean@{samples}": float(rewards.mean()), **passes, "prompts": float(prompts)}
 
 
 def pass_errors(rewards: np.ndarray, ks: Sequence[int], *, solved: float = 1.0) -> dict[str, float]:

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tim_jax import placement
+from tim_jax import metrics, placement
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.mismatch import dial
 from tim_jax.model import adapters, parameters
@@ -17,10 +17,13 @@ from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit, lean
 from tim_jax.model.weights import param_axes, weight_axes
 from tim_jax.numerics import Numerics
 from tim_jax.placement import Devices
-from tim_jax.rl import comparing, episodes, learner, sharded
+from tim_jax.rl import episodes, learner, sharded
 from tim_jax.rl.experience import experience
 from tim_jax.rl.training import Training
-from tim_jax.rl.types import Experience, Learning, Policy, TrainState
+from tim_jax.rl.types import Exactness, Experience, Learning, Policy, TrainState, exactness
+
+# Metrics of each part of the mismatch.
+_PARTS = ("log_ratio_abs_mean", "log_ratio_abs_max", "kl_k3")
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,11 @@ class Programs:
     merge: Callable[..., Rollout]  # rollout, another, i32[B] -> those rows of both, one after other
     experience: Callable[..., Any]  # see experience.experience
     update: Callable[..., Any]  # state, weights, experience, index of mini-batch, length, base
-    mismatch_report: Callable[..., Any]  # see comparing.mismatch_report
+    mismatch_report: Callable[..., Any]  # see `mismatch_report`
     init: Callable[..., TrainState]  # what is trained -> state
     place: Callable[..., Any]  # the base of adapters -> the same, where the learner is
     merged: Callable[..., Any] | None  # params with adapters -> float32 params without
-    compare: Callable[..., Any] | None  # see comparing.comparison
+    compare: Callable[..., Any] | None  # see `comparison`
 
     training: Training
 
@@ -97,16 +100,15 @@ def build(training: Training, devices: Devices | None = None, *, foreign: bool =
     updated = state, where.weights, whole
     aged = training.kept_weights > 0
     differs = aged or mismatch.active or (foreign and learning.routing == "compared")
-    compare = comparing.comparison(
-        policy.score, mismatch, aged=aged, replayed=_replayed(where, learning)
-    )
+    replayed = _replayed(where, learning)
+    compare = comparison(policy.score, mismatch, aged=aged, replayed=replayed)
     return Programs(
         **_of_sampler(where, training, there),
         prepare=weights_program(execution, there),
         merge=jax.jit(_merged, out_shardings=whole),
         experience=jit(preparing, numerics, out_shardings=whole),
         update=jit(update, lean(numerics), donate_argnums=(0, 1), out_shardings=updated),
-        mismatch_report=jit(comparing.mismatch_report, numerics, out_shardings=whole),
+        mismatch_report=jit(mismatch_report, numerics, out_shardings=whole),
         init=where.spreading(jit(starting, numerics, out_shardings=state), where.trained),
         place=partial(placement.put, target=placement.shardings(of_base, where.mesh)),
         merged=None if execution.lora is None else merged_program(execution, there),
@@ -119,28 +121,17 @@ def _of_sampler(where: "_Where", training: Training, devices: Devices) -> dict[s
     """The programs of the sampler."""
     drawing, own = training.drawing, training.sampler_devices(devices)
     mismatch = training.sampler.mismatch
+    how: dict[str, Any] = {"devices": own, "mismatch": mismatch}
+    how |= {"samples": training.learning.samples, "batching": training.sampler.batching}
     program = in_flight_program if mismatch.in_flight else sampling_program
-    sample = program(
-        drawing,
-        samples=training.learning.samples,
-        batching=training.sampler.batching,
-        devices=own,
-        mismatch=mismatch,
-    )
+    sample = program(drawing, **how)
     publish = publication(where.execution, dial.merging(mismatch, drawing), devices, own)
     best = where.greedy(drawing, own) if training.learning.needs_greedy else None
     if mismatch.in_flight is not None:
         publish, best = _of_each(publish), best and _of_newest(best)
     played = None
     if training.turns is not None:
-        played = episodes.build(
-            drawing,
-            turns=training.turns,
-            samples=training.learning.samples,
-            batching=training.sampler.batching,
-            devices=own,
-            mismatch=mismatch,
-        )
+        played = episodes.build(drawing, turns=training.turns, **how)
         played = played._replace(report=where.arriving(played.report, drawing, own))
     sample = where.arriving(sample, drawing, own)
     return {"publish": publish, "sample": sample, "episodes": played, "greedy": best}
@@ -397,3 +388,65 @@ class _Where:
 
 def _merged(rollout: Rollout, other: Rollout, rows: jax.Array) -> Rollout:
     return jax.tree.map(lambda x, y: jnp.concatenate([x, y])[rows], rollout, other)
+
+
+def mismatch_report(log_probs: jax.Array, rollout: Rollout) -> dict[str, jax.Array]:
+    """`mismatch/*`: `metrics.mismatch_metrics` of log-probs [b, R] of a rollout's first b rows."""
+    rows = log_probs.shape[0]
+    values = metrics.mismatch_metrics(log_probs, rollout.log_probs[:rows], rollout.mask[:rows])
+    return {f"mismatch/{name}": value for name, value in values.items()}
+
+
+def _by_source(
+    score: Callable[..., Any], source: Any, rollout: Rollout, mismatch: dial.Mismatch
+) -> jax.Array:
+    """Log-probs f32[B, R] of every token by the weights that drew it."""
+    if mismatch.in_flight is None:
+        return score(source, rollout)[0]
+    position = jnp.arange(rollout.responses.shape[1])[None, :]
+    values, start = score(source[0], rollout)[0], 0
+    parts = mismatch.in_flight.parts(position.shape[1])
+    for tokens, own in zip(parts, source[1:], strict=False):
+        start += tokens
+        values = jnp.where(position >= start, score(own, rollout)[0], values)
+    return values
+
+
+def comparison(
+    score: Callable[..., Any],
+    mismatch: dial.Mismatch,
+    *,
+    aged: bool,
+    replayed: Callable[..., Any] | None = None,
+) -> Callable[..., tuple[dict[str, jax.Array], Exactness]]:
+    """(weights, sampler's weights, rollout, trainer) -> metrics of the mismatch and its parts.
+
+    `trainer` are the learner's log-probs, or None, which takes one more forward. `mismatch/*` are
+    `metrics.mismatch_metrics` of them against the recorded ones. The parts, where there are any,
+    are in mean |d|, largest |d| and k3: `drift/*` compares the learner with itself at the sampler's
+    weights, `numerical/*` the latter with the recorded ones, and `reporting/*` the log-probs drawn
+    with with the recorded ones. `replayed/*`, for a mixture whose learner takes its own experts, is
+    what of `mismatch/*` would be left if it took the sampler's, by one more forward.
+
+    The second result compares bits: of the learner at the sampler's weights, where these may be
+    `aged`, with what was recorded.
+    """
+
+    def compare(weights, source, rollout: Rollout, trainer: jax.Array | None):
+        recorded, mask = rollout.log_probs, rollout.mask
+        trainer = cast(jax.Array, score(weights, rollout)[0] if trainer is None else trainer)
+        there = _by_source(score, source, rollout, mismatch) if aged else trainer
+        pairs = {}
+        if aged:
+            pairs |= {"drift": (trainer, there), "numerical": (there, recorded)}
+        if rollout.drawn_log_probs is not None:
+            pairs["reporting"] = rollout.drawn_log_probs, recorded
+        if replayed is not None:
+            pairs["replayed"] = replayed(weights, rollout)[0], recorded
+        report = mismatch_report(trainer, rollout)
+        for part, (first, second) in pairs.items():
+            values = metrics.mismatch_metrics(first, second, mask)
+            report |= {f"{part}/{name}": values[name] for name in _PARTS}
+        return report, exactness(there, rollout)
+
+    return compare

@@ -4,6 +4,8 @@ A configuration has them before a model is opened, `Training.check` before anyth
 they take plain values, and name a field as `Training` does. A configuration says its own key.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,7 +19,6 @@ from tim_jax.tasks.episodes import History
 
 # From this many horizons a step on, the KL coefficient's factor could reach 0; see `shaping`.
 _STEP_OVER_HORIZON = 5
-
 
 Credit = Literal["episode", "turn"]
 
@@ -50,6 +51,15 @@ class RuleError(InputError):
         self.field, self.value, self.rule = field, value, rule
 
 
+@contextmanager
+def _breaks(field: str, value: object) -> Iterator[None]:
+    """A context in which what is refused breaks a rule of a field."""
+    try:
+        yield
+    except InputError as error:
+        raise RuleError(field, value, str(error)) from error
+
+
 def check_counts(**counts: int) -> None:
     """Refuses counts below 1."""
     for field, value in counts.items():
@@ -65,22 +75,12 @@ def check_learning(
     Args:
       updates: of a step, mini-batches times epochs.
     """
-    try:
-        corrections.check(
-            correction,
-            mode=mode,
-            loss=objective.loss,
-            has_ratio=objective.has_ratio,
-            updates=updates,
-        )
-    except InputError as error:
-        names = [block.name for block in correction.blocks]
-        raise RuleError("correction", names, str(error)) from error
+    loss, has_ratio = objective.loss, objective.has_ratio
+    with _breaks("correction", [block.name for block in correction.blocks]):
+        corrections.check(correction, mode=mode, loss=loss, has_ratio=has_ratio, updates=updates)
     if objective.reject_before_advantages:
-        try:
+        with _breaks("reject_before_advantages", True):
             corrections.check_rejecting_first(correction, mode)
-        except InputError as error:
-            raise RuleError("reject_before_advantages", True, str(error)) from error
     try:
         advantages.check_samples(objective.estimator, samples)
     except InputError as error:
@@ -110,9 +110,8 @@ def check_rows(*, prompts: int, samples: int, mini_batches: int, micro_batch: in
     """Refuses parts that do not divide a step's prompts x samples sequences."""
     total, product = prompts * samples, f"{prompts} prompts x {samples} samples"
     if total % mini_batches:
-        raise RuleError(
-            "mini_batches", mini_batches, f"must divide the {total} sequences of a step ({product})"
-        )
+        rule = f"must divide the {total} sequences of a step ({product})"
+        raise RuleError("mini_batches", mini_batches, rule)
     if micro_batch and (total // mini_batches) % micro_batch:
         raise RuleError(
             "micro_batch",
@@ -204,20 +203,16 @@ def check_refills(refills: int, objective: Objective, *, samples: int) -> None:
         raise RuleError("refills", refills, "must be 0 or more")
     if not refills:
         return
-    if rule := advantages.why_no_refills(objective.estimator):
-        raise RuleError("refills", refills, rule)
+    if objective.estimator not in advantages.GROUP_BASELINES:
+        rule = f"the estimator {objective.estimator!r} learns from groups of equal rewards too"
+        raise RuleError("refills", refills, f"must be 0: {rule}")
     if samples == 1:
         rule = "must be 0 with one sample a prompt: no group of one has unequal rewards"
         raise RuleError("refills", refills, rule)
 
 
 def check_turns(
-    *,
-    max_tokens: int,
-    longest: int,
-    max_staleness: int,
-    routing: str,
-    objective: Objective,
+    *, max_tokens: int, longest: int, max_staleness: int, routing: str, objective: Objective
 ) -> None:
     """Refuses what there is not for episodes of several turns.
 
@@ -228,10 +223,7 @@ def check_turns(
     if max_tokens > longest:
         rule = f"must be at most the {longest} tokens of an episode, but is {max_tokens}"
         raise RuleError("max_tokens", max_tokens, rule)
-    for field, value, only in (
-        ("max_staleness", max_staleness, 0),
-        ("routing", routing, "own"),
-    ):
+    for field, value, only in (("max_staleness", max_staleness, 0), ("routing", routing, "own")):
         if value != only:
             raise RuleError(field, value, f"must be {only!r} for episodes of several turns")
     if "greedy_rewards" in advantages.needs(objective.estimator):
@@ -258,8 +250,5 @@ def check_staleness(max_staleness: int, *, offload: bool) -> None:
     if max_staleness < 0:
         raise RuleError("max_staleness", max_staleness, "must be 0 or more")
     if max_staleness and offload:
-        raise RuleError(
-            "max_staleness",
-            max_staleness,
-            "must be 0 with offload, which takes the state away while a step is drawn",
-        )
+        rule = "must be 0 with offload, which takes the state away while a step is drawn"
+        raise RuleError("max_staleness", max_staleness, rule)

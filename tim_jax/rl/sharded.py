@@ -276,9 +276,7 @@ def scoring(
         )
 
     def scored(weights, rollout: Rollout, *, energy: bool = False):
-        rows = rollout.lengths.shape[0]
-        size = None if micro_batch is None else min(micro_batch, rows)
-        micro = _local_micro_batch(size, rows, where)
+        micro = _local_micro_batch(micro_batch, rollout.lengths.shape[0], where)
         on_rows = partial(local, micro=micro, energy=energy)
         call = _over(on, on_rows, (_weights(execution), _ROWS), _WHOLE)
         deal, back = _dealing(rollout, where, tokens)
@@ -297,9 +295,7 @@ def gradient(execution: Execution, on: Mesh, *, learning: Learning) -> Callable[
     local_tokens = _local_tokens(learning.micro_batch_tokens, where)
 
     def differentiate(weights, batch: Experience, token_weights, *, adapters=None):
-        rows = batch.mask.shape[0]
-        micro_batch = None if learning.micro_batch is None else min(learning.micro_batch, rows)
-        micro = _local_micro_batch(micro_batch, rows, where)
+        micro = _local_micro_batch(learning.micro_batch, batch.mask.shape[0], where)
         # For this device's rows; the noise is measured between micro-batches of all devices.
         local_learning = replace(
             learning, micro_batch=micro, micro_batch_tokens=local_tokens, noise_scale=False
@@ -398,10 +394,11 @@ def check_rows(rows: int, where: Placement, what: str) -> None:
 
 
 def _local_micro_batch(micro_batch: int | None, rows: int, where: Placement) -> int | None:
-    """A device's rows of each micro-batch of the learner."""
+    """A device's rows of each micro-batch of the learner, which has at most `rows`."""
     check_rows(rows, where, "of the learner")
     if micro_batch is None:
         return None
+    micro_batch = min(micro_batch, rows)
     check_rows(micro_batch, where, "learner.micro_batch")
     return micro_batch // where.shards
 

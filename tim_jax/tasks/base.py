@@ -149,11 +149,6 @@ class Generated(Lazy):
         return [self.make(row) for row in rows]
 
 
-def rewards(grades: Sequence[Grade]) -> np.ndarray:
-    """Returns the rewards, f32[N]."""
-    return np.array([grade.reward for grade in grades], np.float32)
-
-
 def faults(grades: Sequence[Grade]) -> dict[str, int]:
     """Returns how many grades were cut off (`timeout`) and how many failed (`error`)."""
     return {kind: sum(grade.fault == kind for grade in grades) for kind in (TIMEOUT, ERROR)}

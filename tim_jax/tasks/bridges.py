@@ -27,7 +27,7 @@ drawn after, in a new row. What was drawn before stays in the old one.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -137,11 +137,8 @@ class Bridge:
 
     def begin(self, state: Any, asked: Any) -> Talk:
         """The conversation of a prompt, text or messages, and the environment's state."""
-        if isinstance(asked, str):
-            asked = (_user(asked),)
-        else:
-            asked = tuple({"role": one.role, "content": one.content} for one in asked)
-        return Talk(state, asked, self._write(*asked))
+        messages = (_user(asked),) if isinstance(asked, str) else tuple(map(asdict, asked))
+        return Talk(state, messages, self._write(*messages))
 
     def go_on(
         self, talk: Talk, completion: Completion, content: Content

@@ -351,15 +351,10 @@ def addition(
 
 
 BUILTIN: Mapping[str, Callable[..., Task]] = MappingProxyType(
-    {
-        "running_sums": running_sums,
-        "sorting": sorting,
-        "countdown": countdown,
-        "addition": addition,
-    }
+    {make.__name__: make for make in (running_sums, sorting, countdown, addition)}
 )
 GAMES: Mapping[str, Callable[..., Task]] = MappingProxyType(
-    {"guessing": guessing, "arithmetic": arithmetic}
+    {make.__name__: make for make in (guessing, arithmetic)}
 )
 
 

@@ -11,7 +11,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from inspect import iscoroutine, signature
 from operator import attrgetter
@@ -74,9 +74,8 @@ def as_grader(
     def grade(examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
         prompts = [plain(example.prompt) for example in examples]
         answers = [answer(example) for example in examples]
-        with user_code(f"reward {name}"):
-            values = _listed(function(prompts, list(completions), answers), len(completions))
-        return [Grade(value) for value in _checked(values, len(completions), name)]
+        rewards = _rewards_by(function, name, prompts, list(completions), answers)
+        return [Grade(reward) for reward in rewards]
 
     return grade
 
@@ -273,13 +272,21 @@ def plain(prompt: str | tuple[Message, ...]) -> str | list[dict[str, str]]:
     """Returns a prompt as a user's reward is given it."""
     if isinstance(prompt, str):
         return prompt
-    return [{"role": message.role, "content": message.content} for message in prompt]
+    return list(map(asdict, prompt))
 
 
 def described(error: BaseException) -> str:
     """Returns an exception's type and the first line of its message."""
     kind, line = type(error).__name__, first_line(error)
     return line if line == kind else f"{kind}: {line}"
+
+
+def _rewards_by(function: Callable[..., Any], name: str, *lists: list[Any]) -> list[float]:
+    """What a reward returns for prompts, completions and answers, checked."""
+    count = len(lists[0])
+    with user_code(f"reward {name}"):
+        values = _listed(function(*lists), count)
+    return _checked(values, count, name)
 
 
 def _listed(values: Any, count: int) -> Any:
@@ -358,13 +365,7 @@ def answer_rewards(setup: Mapping[str, Any]) -> Callable[[Any], list[float]]:
     function = load_function(name)
     check_reward(function, name)
 
-    def handle(lists: Sequence[list[Any]]) -> list[float]:
-        count = len(lists[0])
-        with user_code(f"reward {name}"):
-            values = _listed(function(*(Watched(items, notes) for items in lists)), count)
-        return _checked(values, count, name)
-
-    return handle
+    return lambda lists: _rewards_by(function, name, *(Watched(items, notes) for items in lists))
 
 
 def isolated_task(factory: str, parameters: Mapping[str, Any], *, seconds: float) -> Task:

@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -238,8 +238,7 @@ def _text(text: str) -> str:
 
 def _messages(items: Sequence[Any]) -> list[Mapping[str, Any]]:
     messages: list[Mapping[str, Any]] = [
-        {"role": item.role, "content": item.content} if isinstance(item, Message) else dict(item)
-        for item in items
+        asdict(item) if isinstance(item, Message) else dict(item) for item in items
     ]
     for message in messages:
         if not all(isinstance(message.get(key), str) for key in ("role", "content")):

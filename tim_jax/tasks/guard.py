@@ -4,17 +4,15 @@ Each is a fresh interpreter that runs `worker.py` as a script: no fork of a thre
 second import of the program's main module. They end with the program, however that ends: when the
 parent is gone, a worker reads the end of its socket.
 
-`Guard` is a pool for graders of other libraries, without JAX, with limits of CPU time and memory. A
-request over its limit ends its worker, which is replaced; other requests are not affected. A
-request whose worker died in another way is tried once more.
-
-`Crowd` is a pool for an environment of the user's, with a limit by the clock. Its outcomes come in
-the order in which they are there.
+`Guard` is a pool for graders of other libraries, without JAX, with limits of CPU time and memory.
+`Crowd` is a pool for an environment of the user's, with a limit by the clock. In both a request
+over its limit ends its process, which is replaced; other requests are not affected. A request whose
+process died in another way is tried once more.
 
 `Isolated` is one process for code of the user's, with a limit by the clock. Whatever the code does
 there (it hangs, exits, crashes, closes files) ends that process and not the run, which says in one
 line what happened, and at which completion. What it prints is shown, and what it keeps in its
-module stays from call to call, because one process makes all calls in order.
+module stays from call to call.
 """
 
 import json
@@ -210,7 +208,8 @@ class Guard(_Pool):
         # It may have been killed from outside, perhaps for the machine's memory.
         for again in (False, True):
             worker = self._ready(fresh=again)
-            reply = worker.ask(request, clock_seconds)
+            worker.send(request, clock_seconds)
+            reply = worker.hear()
             self._busy.discard(worker)
             if reply is not None:
                 self._workers.append(worker)
@@ -226,9 +225,7 @@ class Guard(_Pool):
 class Crowd(_Pool):
     """Processes for an environment of the user's, which answer the requests of a batch together.
 
-    A request over its limit ends its process, which is replaced. One whose process died in another
-    way is tried once more. The processes end by `close`, with this object or with the program; a
-    later call starts others.
+    They end by `close`, with this object or with the program; a later call starts others.
 
     Attributes:
       seconds: limit of one request by the clock, from when a process begins with it.
@@ -351,7 +348,7 @@ def _ended(worker: "_Worker") -> Outcome:
 class Isolated:
     """Code of the user's in a process of its own, which makes all calls in order.
 
-    The process ends by `close`, with this object or with the program; a later call starts another.
+    It ends by `close`, with this object or with the program; a later call starts another.
 
     Attributes:
       label: what the code is called in messages, such as `reward rewards:brief`.
@@ -403,7 +400,9 @@ class Isolated:
         limit = f"at most task.reward_time_limit, {self.seconds:g} s"
         try:
             with waiting.during(f"waiting for {self.label}: {doing}", about=limit):
-                reply = worker.hear() if request is None else worker.ask(request, self._patience)
+                if request is not None:
+                    worker.send(request, self._patience)
+                reply = worker.hear()
             if reply is None:
                 raise InputError(f"{self.label}: {doing} {self._end_of(worker, of)}")
             if "value" in reply:
@@ -474,11 +473,6 @@ class _Worker:
         self._deadline = time.monotonic() + seconds
         with suppress(OSError):  # if it has died, the end of its socket says so
             self._link.send_bytes(request.encode())
-
-    def ask(self, request: str, seconds: float) -> dict[str, Any] | None:
-        """Returns the reply to a request, as `hear`, within `seconds`."""
-        self.send(request, seconds)
-        return self.hear()
 
     def hear(self, *, last: bool = True) -> dict[str, Any] | None:
         """Returns a reply, or None if the process is late, has died or sent nonsense.

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import datetime
 from itertools import islice
 from types import FrameType, MappingProxyType
@@ -54,6 +55,13 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     )
 
 
+def uses_template(
+    tokenizer: PreTrainedTokenizerFast, chat_template: bool | Literal["auto"]
+) -> bool:
+    """Whether prompts go through the chat template; `auto`: if the tokenizer has one."""
+    return bool(tokenizer.chat_template) if chat_template == "auto" else chat_template
+
+
 def encode_prompt(
     tokenizer: PreTrainedTokenizerFast,
     prompt: str | Sequence[Message],
@@ -79,7 +87,7 @@ def encode_prompt(
       InputError: if the prompt is empty or too long, if the tokenizer has no chat template or
         cannot fill it, or cannot encode a character.
     """
-    templated = bool(tokenizer.chat_template) if chat_template == "auto" else chat_template
+    templated = uses_template(tokenizer, chat_template)
     text = _as_text(tokenizer, prompt, templated, template_options, where)
     opening = [] if templated else _opening(tokenizer)
     ids = opening + encode_text(tokenizer, text, where=where)
@@ -139,7 +147,7 @@ def check_prompts(
     Args:
       prompts: what each is called in errors, and the prompt.
     """
-    templated = bool(tokenizer.chat_template) if chat_template == "auto" else chat_template
+    templated = uses_template(tokenizer, chat_template)
     opening = 0 if templated else len(_opening(tokenizer))
     rest = _different(prompts)
     while batch := list(islice(rest, _AT_A_TIME)):
@@ -200,8 +208,7 @@ def _through_template(
     if not tokenizer.chat_template:
         raise InputError(f"{where}: the tokenizer has no chat template; set chat_template to false")
     messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-    chat = [{"role": message.role, "content": message.content} for message in messages]
-    text = render_chat(tokenizer, chat, options, where=where)
+    text = render_chat(tokenizer, list(map(asdict, messages)), options, where=where)
     _check_kept(messages, text, where)
     return text
 

@@ -26,7 +26,6 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -93,7 +92,7 @@ def tools(
         raise InputError(f"tools: one of {', '.join(known)} returned what it has to wait for")
 
     respond = waiting if any(map(inspect.iscoroutinefunction, functions)) else plain
-    respond.__dict__.update(roles=(role,), tools=partial(_schemas, functions))
+    respond.__dict__.update(roles=(role,), tools=lambda: list(map(schema, functions)))
     return respond
 
 
@@ -134,10 +133,6 @@ class _Use:
             return value if isinstance(value, str) else json.dumps(value, default=str)
         except Exception as error:
             return f"error: {described(error)}"
-
-
-def _schemas(functions: Sequence[Callable[..., Any]]) -> list[Mapping[str, Any]]:
-    return list(map(schema, functions))
 
 
 def schema(function: Callable[..., Any]) -> Mapping[str, Any]:
