@@ -11,6 +11,7 @@ cosine, constant), which then gives eta_0 of the paper. `scale_by_root_ess` is t
 import functools
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -326,9 +327,7 @@ def length_triggered_decay(
         InputError: multiple not above 0, floor outside [0, 1] or factor outside (0, 1); and
             `response_length` missing from `update`.
     """
-    _check_number("multiple", multiple)
-    if not _traced(multiple) and not multiple > 0.0:
-        raise InputError(f"multiple is {multiple}; it must be above 0")
+    _check_number("multiple", multiple, lambda x: x > 0.0, "be above 0")
     _check_decay(floor, factor)
     detector = SurgeDetector() if detector is None else detector
 
@@ -365,9 +364,7 @@ def scale_by_root_ess(*, reference: float = 1.0) -> optax.GradientTransformation
     Raises:
         InputError: reference outside (0, 1]; `effective_sample_size` missing from `update`.
     """
-    _check_number("reference", reference)
-    if not _traced(reference) and not 0.0 < reference <= 1.0:
-        raise InputError(f"reference is {reference}; it must lie in (0, 1]")
+    _check_number("reference", reference, lambda x: 0.0 < x <= 1.0, "lie in (0, 1]")
 
     def update(updates, state, params=None, *, effective_sample_size=None, **extra):
         del params, extra
@@ -479,15 +476,13 @@ def _checked_period(period: Any):
     return whole
 
 
-def _check_number(name: str, value: Any) -> None:
+def _check_number(name: str, value: Any, holds: Callable[[Any], bool], rule: str) -> None:
     if value is None or isinstance(value, bool | str):
         raise InputError(f"{name} is {value!r}; it must be a number")
+    if not _traced(value) and not holds(value):
+        raise InputError(f"{name} is {value}; it must {rule}")
 
 
 def _check_decay(floor: Any, factor: Any) -> None:
-    _check_number("floor", floor)
-    _check_number("factor", factor)
-    if not _traced(floor) and not 0.0 <= floor <= 1.0:
-        raise InputError(f"floor is {floor}; it must lie in [0, 1]")
-    if not _traced(factor) and not 0.0 < factor < 1.0:
-        raise InputError(f"factor is {factor}; it must lie in (0, 1)")
+    _check_number("floor", floor, lambda x: 0.0 <= x <= 1.0, "lie in [0, 1]")
+    _check_number("factor", factor, lambda x: 0.0 < x < 1.0, "lie in (0, 1)")

@@ -282,7 +282,7 @@ def test_a_disk_that_fills_while_saving_is_one_line(tmp_path, monkeypatch, kind)
     def full(*args, **options):
         raise kind("No space left on device")
 
-    monkeypatch.setattr(hf, "save_file", full)
+    monkeypatch.setattr("tim_jax.model.files.save_file", full)
     with pytest.raises(InputError, match=r"new' cannot be written \(.*No space left on device"):
         hf.save(tmp_path / "new", init_params(TINY, 0), TINY)
     assert not list(tmp_path.iterdir())

@@ -67,11 +67,6 @@ def scaled(
     return fence(quantised) * jnp.broadcast_to(scale, x.shape)
 
 
-def is_scaled(name: str) -> bool:
-    """Whether the format is narrow enough to be used with a scale."""
-    return name in _LARGEST
-
-
 def cached(x: jax.Array, *, numerics: Numerics, ops: Kernels) -> jax.Array:
     """Keys or values [..., D] as they are read back from the cache, in the dtype they went in.
 
@@ -102,7 +97,7 @@ def _straight_through(x: jax.Array, name: str, *, by_token: bool, ops: Kernels) 
 def _rounded(x, *, name, by_token, ops):
     fence = ops.fence
     wide = fence(x).astype(jnp.float32)
-    if by_token and is_scaled(name):
+    if by_token and name in _LARGEST:  # no compute dtype has a scale
         largest = fence(ops.peak(jnp.abs(wide)))[..., None]
         wide = scaled(wide, name, largest=largest, fence=fence)
     else:

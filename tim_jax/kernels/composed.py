@@ -28,10 +28,7 @@ class Composed:
     dot: Callable[..., jax.Array]
     dots: Callable[..., jax.Array]
     attention: Callable[..., jax.Array]
-
-    @property
-    def takes_pages(self) -> bool:
-        return False
+    takes_pages = False
 
     def _in_both(self, formula: Callable) -> Callable:
         """A unit of formula(*args, maths) by the family's maths, with the gradient by XLA's."""
@@ -46,12 +43,11 @@ class Composed:
         return self._in_both(norm)(x, weight)
 
     def dot_add(self, x, weight, residual, bias, *, numerics: Numerics):
-        def add(x, y, *bias):
-            y = y + jnp.broadcast_to(bias[0], y.shape) if bias else y
+        def add(x, y, bias):
+            y = y if bias is None else y + jnp.broadcast_to(bias, y.shape)
             return strict.rounded(x.astype(jnp.float32) + y, numerics.dtype)
 
-        biases = () if bias is None else (bias,)
-        return self.unit(add, add)(residual, self._reduced(x, weight, numerics), *biases)
+        return self.unit(add, add)(residual, self._reduced(x, weight, numerics), bias)
 
     def _reduced(self, x: jax.Array, weight: jax.Array, numerics: Numerics) -> jax.Array:
         """x @ weight, as a sum of partial products of `order.ranks` ranks."""
@@ -59,13 +55,11 @@ class Composed:
         if order.ranks == 1:
             return product(x, weight)
         dtype = numerics.compute_dtype if order.exchange == "compute" else "float32"
-        rounded = partial(formulas.narrowed, dtype=dtype)
-        return formulas.all_reduced(product, x, weight, ranks=order.ranks, rounded=rounded)
+        return formulas.split_k(product, x, weight, pieces=order.ranks, dtype=dtype)
 
     def gated_dot(self, x, weight, bias, *, numerics: Numerics):
-        biases = () if bias is None else (bias,)
         gating = partial(gated, numerics=numerics)
-        return self._in_both(gating)(self.dot(x, weight, numerics=numerics), *biases)
+        return self._in_both(gating)(self.dot(x, weight, numerics=numerics), bias)
 
     def grouped(self, x, gate_up, down, expert, filled, *, numerics: Numerics):
         rows = x.shape[1]
@@ -139,9 +133,11 @@ def elementwise(formula: Callable, numerics: Numerics) -> Callable:
     return tiles.unit(partial(formula, maths=tiles.MATHS), plain)
 
 
-def gated(y: jax.Array, *bias: jax.Array, numerics: Numerics, maths: formulas.Maths) -> jax.Array:
+def gated(
+    y: jax.Array, bias: jax.Array | None = None, *, numerics: Numerics, maths: formulas.Maths
+) -> jax.Array:
     """silu(gate) * up of the joint product y = (gate, up) float32 [N, 2 M], rounded to compute."""
-    y = y + jnp.broadcast_to(bias[0].reshape(-1), y.shape) if bias else y
+    y = y if bias is None else y + jnp.broadcast_to(bias.reshape(-1), y.shape)
     gate, up = parted(y, numerics.column_tiles, (1, 1))
     return strict.rounded(formulas.gated_silu(gate, up, maths=maths), numerics.dtype)
 

@@ -102,33 +102,24 @@ def halve(x: jax.Array, combine: Callable) -> jax.Array:
     return x[..., 0]
 
 
-def split_k(product: Callable, x: jax.Array, weight: jax.Array, *, pieces: int) -> jax.Array:
+def split_k(
+    product: Callable, x: jax.Array, weight: jax.Array, *, pieces: int, dtype: str = "float32"
+) -> jax.Array:
     """x [N, K] @ weight [..., K, M] as a sum of `pieces` products over parts of K, ascending.
 
     `product` makes the float32 [N, M] of one piece. More pieces than K are K pieces. That is
     split-K, as GPU libraries choose for few rows.
+
+    Every product and partial sum is rounded to `dtype`. In that of what is sent it is the
+    row-parallel product of tensor parallelism (Shoeybi et al. 2019, section 3): each rank
+    multiplies its part of K, and a ring all-reduce adds up.
     """
-    return _added(product, x, weight, pieces, lambda total: total)
-
-
-def all_reduced(
-    product: Callable, x: jax.Array, weight: jax.Array, *, ranks: int, rounded: Callable
-) -> jax.Array:
-    """As `split_k`, with `rounded` applied to every product and every partial sum.
-
-    That is the row-parallel product of tensor parallelism (Shoeybi et al. 2019, section 3): each
-    rank multiplies its part of K, and a ring all-reduce adds up in the dtype of what is sent.
-    """
-    return _added(product, x, weight, ranks, rounded)
-
-
-def _added(product: Callable, x: jax.Array, weight: jax.Array, pieces: int, rounded: Callable):
     size = -(-x.shape[1] // pieces)
     total = None
     for start in range(0, x.shape[1], size):
         rows = slice(start, start + size)
-        part = rounded(product(x[:, rows], weight[..., rows, :]))
-        total = part if total is None else rounded(total + part)
+        part = narrowed(product(x[:, rows], weight[..., rows, :]), dtype)
+        total = part if total is None else narrowed(total + part, dtype)
     assert total is not None  # K is at least 1
     return total
 

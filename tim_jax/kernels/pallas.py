@@ -5,8 +5,8 @@ columns]), and `PallasFamily`, which makes a kernel family of bare kernels: it a
 gradients and the epilogues.
 
 The fences are for interpret mode, where a kernel is ordinary code that could be fused with its
-surroundings; around a real kernel they cost nothing. Gradients are those of the plain XLA
-expressions at the same inputs: accurate, and not bound by the exactness contract.
+surroundings; around a real kernel they cost nothing. Gradients, but those of attention, are of the
+plain XLA expressions at the same inputs: accurate, and not bound by the exactness contract.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,6 @@ PLATFORMS: Mapping[str, str] = MappingProxyType(
 )
 PRIMITIVES = ("pallas_call", "mpmd_map")  # of a kernel's call in a jaxpr; the latter is Mosaic's
 Rows = tuple[jax.Array, ...]  # each [1, columns]
-MASKED = -1e30
 LOG2_E = 1.4426950408889634
 
 fence = jax.lax.optimization_barrier
@@ -49,15 +48,25 @@ def padded(x: jax.Array, tile: int, axis: int = 0, value: int | float = 0) -> ja
     return jnp.pad(x, widths, constant_values=value)
 
 
-def residual_sum(product: jax.Array, residual: jax.Array, bias: Rows = ()) -> jax.Array:
+# Epilogues, see `Product`.
+
+
+def alone(sums: Sequence[jax.Array]) -> jax.Array:
+    """The product itself."""
+    return sums[0]
+
+
+def residual_sum(sums: Sequence[jax.Array], residual: jax.Array, bias: Rows = ()) -> jax.Array:
     """residual + (product + bias); bias: none, or one row."""
+    product = sums[0]
     if bias:
         product = product + jnp.broadcast_to(bias[0], product.shape)
     return residual.astype(jnp.float32) + product
 
 
-def gated(gate: jax.Array, up: jax.Array, bias: Rows = ()) -> jax.Array:
+def gated(sums: Sequence[jax.Array], bias: Rows = ()) -> jax.Array:
     """silu(gate) * up; bias: none, or two rows."""
+    gate, up = sums
     if bias:
         gate = gate + jnp.broadcast_to(bias[0], gate.shape)
         up = up + jnp.broadcast_to(bias[1], up.shape)
@@ -257,16 +266,27 @@ def with_gradient(kernel: Callable, plain: Callable) -> Callable:
 
 
 @dataclass(frozen=True)
+class Product:
+    """What a kernel makes of rows and a weight, whose columns are `halves` parts of M each.
+
+    The epilogue gets the `halves` tiles of the product, float32, and of each of the extras its
+    part: of a "tile" [N, M] the tile, of a "bias" [halves, M] a tuple of `halves` rows.
+    """
+
+    name: str
+    epilogue: Callable
+    dtype: Any
+    numerics: Numerics
+    halves: int = 1
+
+
+@dataclass(frozen=True)
 class PallasFamily:
     """A family of `interface.Kernels`, from bare kernels.
 
-    product(x, weight, extras, epilogue, dtype, *, numerics, name, halves): the epilogue of
-        x [N, K] @ weight [K, halves * M], [N, M] in `dtype`. It gets the `halves` tiles of the
-        product, float32, and of each of the extras its part: of a "tile" [N, M] the tile, of a
-        "bias" [halves, M] a tuple of `halves` rows.
-    grouped_product(x, weight, expert, used, epilogue, dtype, *, numerics, name, halves): the
-        same of tiles x [T, R, K] with weight [E, K, halves * M] at their experts, see
-        `Kernels.grouped`.
+    product(x, weight, extras, what): a `Product` of x [N, K] and weight [K, halves * M], [N, M].
+    grouped_product(x, weight, expert, used, what): the same, without extras, of tiles x [T, R, K]
+        with weight [E, K, halves * M] at their experts, see `Kernels.grouped`.
     attend(query, key, value, positions, window=None, pages=None, *, numerics): attention in the
         compute dtype, and what its gradient takes beside that, or None.
     attend_gradient(query, key, value, positions, window, out, that, cotangent, *, numerics): the
@@ -287,22 +307,21 @@ class PallasFamily:
     row_sum_kernel: Callable[..., jax.Array]
     log_kernel: Callable[..., jax.Array]
     log_normaliser_kernel: Callable[..., jax.Array]
+    takes_pages = True
 
     def fence(self, x: Any, /) -> Any:
         return fence(x)
 
     def dot(self, x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
         def forward(x, weight):
-            x, weight = fence((x, weight))
-            options = {"numerics": numerics, "name": "dot", "halves": 1}
-            product = self._columns(x, weight, [], lambda sums: sums[0], jnp.float32, **options)
-            return fence(product)
+            what = Product("dot", alone, jnp.float32, numerics)
+            return fence(self._columns(*fence((x, weight)), [], what))
 
         call = jax.custom_vjp(forward)
         call.defvjp(lambda x, weight: (forward(x, weight), (x, weight)), native.dot_backward)
         return call(x, weight)
 
-    def _columns(self, x, weight, extras, epilogue, dtype, *, halves: int, **options):
+    def _columns(self, x, weight, extras, what: Product):
         """`product`; of a weight in column tiles [T, K, halves * M / T], one tile after the other.
 
         A "bias" lies as the product's columns do: of a weight in tiles [T, halves * M / T] or flat.
@@ -310,14 +329,11 @@ class PallasFamily:
         tiles = weight[None] if weight.ndim == 2 else weight
         of_tiles = {
             "tile": lambda extra: jnp.split(extra, len(tiles), axis=1),
-            "bias": lambda extra: list(extra.reshape(len(tiles), halves, -1)),
+            "bias": lambda extra: list(extra.reshape(len(tiles), what.halves, -1)),
         }
         parts = [[(kind, part) for part in of_tiles[kind](extra)] for kind, extra in extras]
-        options["halves"] = halves
         columns = [
-            self.product(
-                x, tile, [of_extra[index] for of_extra in parts], epilogue, dtype, **options
-            )
+            self.product(x, tile, [of_extra[index] for of_extra in parts], what)
             for index, tile in enumerate(fence(list(tiles)))
         ]
         return columns[0] if len(columns) == 1 else jnp.concatenate(fence(columns), axis=1)
@@ -326,46 +342,31 @@ class PallasFamily:
         return jax.vmap(partial(self.dot, numerics=numerics))(x, weight)
 
     def dot_add(self, x, weight, residual, bias, *, numerics: Numerics):
-        def epilogue(sums, residual, bias=()):
-            return residual_sum(sums[0], residual, bias)
+        what = Product("dot_add", residual_sum, numerics.dtype, numerics)
 
-        def kernel(x, weight, residual, *bias):
-            extras = [("tile", residual), *(("bias", b) for b in bias)]
-            options = {"numerics": numerics, "name": "dot_add", "halves": 1}
-            return self._columns(x, weight, extras, epilogue, numerics.dtype, **options)
+        def kernel(x, weight, residual, bias):
+            return self._columns(x, weight, [("tile", residual), *_present(bias)], what)
 
-        def plain(x, weight, residual, *bias):
-            return NATIVE.dot_add(x, weight, residual, bias[0] if bias else None, numerics=numerics)
-
-        return with_gradient(kernel, plain)(x, weight, residual, *_present(bias))
+        plain = partial(NATIVE.dot_add, numerics=numerics)
+        return with_gradient(kernel, plain)(x, weight, residual, bias)
 
     def gated_dot(self, x, weight, bias, *, numerics: Numerics):
-        def epilogue(sums, bias=()):
-            gate, up = sums
-            return gated(gate, up, bias)
+        what = Product("gated_dot", gated, numerics.dtype, numerics, halves=2)
 
-        def kernel(x, weight, *bias):
-            extras = [("bias", b) for b in bias]
-            options = {"numerics": numerics, "name": "gated_dot", "halves": 2}
-            return self._columns(x, weight, extras, epilogue, numerics.dtype, **options)
+        def kernel(x, weight, bias):
+            return self._columns(x, weight, _present(bias), what)
 
-        def plain(x, weight, *bias):
-            return NATIVE.gated_dot(x, weight, bias[0] if bias else None, numerics=numerics)
-
-        return with_gradient(kernel, plain)(x, weight, *_present(bias))
+        return with_gradient(kernel, partial(NATIVE.gated_dot, numerics=numerics))(x, weight, bias)
 
     def grouped(self, x, gate_up, down, expert, filled, *, numerics: Numerics):
         used = jnp.sum(filled > 0)
 
-        def product(x, weight, epilogue, dtype, **options):
-            x, weight, *groups = fence((x, weight, expert, used))
-            options["numerics"] = numerics
-            return fence(self.grouped_product(x, weight, *groups, epilogue, dtype, **options))
+        def product(x, weight, what):
+            return fence(self.grouped_product(*fence((x, weight, expert, used)), what))
 
-        gating = {"name": "grouped_gated_dot", "halves": 2}
-        hidden = product(x, gate_up, lambda sums: gated(*sums), numerics.dtype, **gating)
-        plain = {"name": "grouped_dot", "halves": 1}
-        return product(hidden, down, lambda sums: sums[0], jnp.float32, **plain)
+        gating = Product("grouped_gated_dot", gated, numerics.dtype, numerics, halves=2)
+        plain = Product("grouped_dot", alone, jnp.float32, numerics)
+        return product(product(x, gate_up, gating), down, plain)
 
     def norm(self, x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics):
         options = {"eps": eps, "numerics": numerics}
@@ -397,10 +398,6 @@ class PallasFamily:
             *given, into = fence((y, cos, sin, optional, into))
             return fence(kernel(*given, into=into))
         return with_gradient(kernel, partial(NATIVE.project, **options))(y, cos, sin, optional)
-
-    @property
-    def takes_pages(self) -> bool:
-        return True
 
     def attention(
         self,
@@ -457,8 +454,8 @@ class PallasFamily:
         return _fenced(self.log_normaliser_kernel, x, peak, numerics=numerics)
 
 
-def _present(bias: jax.Array | None) -> tuple[jax.Array, ...]:
-    return () if bias is None else (bias,)
+def _present(bias: jax.Array | None) -> list[tuple[str, jax.Array]]:
+    return [] if bias is None else [("bias", bias)]
 
 
 def _fenced(kernel, *args, numerics: Numerics):

@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 from tim_jax.kernels import native
 from tim_jax.kernels.pallas import (
     LOG2_E,
-    MASKED,
     attention_cost,
     gpu_call,
     inside,
@@ -90,12 +89,11 @@ def on_gpu(
         inputs.append(window[None])
         specs.append(pl.BlockSpec((None,), lambda h, i, b: (0,)))
     keys = key.shape[3] if pages is None else pages.shape[1] * block
-    programs = (last_tile + 1) * heads * batch
     cost = attention_cost(
         multiplied=rows * keys * (size + width),
         loaded=(rows + keys) * (size + width) * key.dtype.itemsize,
         exponentials=rows * keys,
-        programs=programs,
+        programs=(last_tile + 1) * heads * batch,
     )
     return gpu_call(
         partial(_on_gpu, block=block, count=count, windowed=window is not None),
@@ -141,7 +139,7 @@ def _on_gpu(query_ref, last_ref, key_ref, value_ref, *refs, block: int, count: i
         visible = at <= last[:, None]
         if first is not None:
             visible &= at >= first[:, None]
-        scores = jnp.where(visible, scores, MASKED)
+        scores = jnp.where(visible, scores, native.MASKED)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
         shrink = jnp.exp2(peak - new_peak)
         weights = jnp.exp2(scores - new_peak[:, None])
@@ -152,7 +150,7 @@ def _on_gpu(query_ref, last_ref, key_ref, value_ref, *refs, block: int, count: i
 
     start = (
         jnp.zeros((rows, width), jnp.float32),
-        jnp.full((rows,), MASKED, jnp.float32),
+        jnp.full((rows,), native.MASKED, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
     )
     skipped = 0 if first is None else jax.lax.div(jnp.maximum(jnp.min(first), 0), block)
@@ -258,7 +256,7 @@ def _on_tpu(*refs, block: int, taken: int, windowed: bool):
     @pl.when(step == 0)
     def _start():
         mixed[...] = jnp.zeros_like(mixed)
-        peak[...] = jnp.full_like(peak, MASKED)
+        peak[...] = jnp.full_like(peak, native.MASKED)
         total[...] = jnp.zeros_like(total)
 
     for place, (key_ref, value_ref) in enumerate(zip(key_refs, value_refs, strict=True)):
@@ -274,7 +272,7 @@ def _on_tpu(*refs, block: int, taken: int, windowed: bool):
                 query, value = query_ref[head], value_ref[head]
                 precise = native.precise(query)
                 scores = jnp.dot(query, key_ref[head], **precise)
-                scores = jnp.where(seen_keys, scores, MASKED)
+                scores = jnp.where(seen_keys, scores, native.MASKED)
                 old = peak[head][:, :1]
                 new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
                 shrink = jnp.exp(old - new)

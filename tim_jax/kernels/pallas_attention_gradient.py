@@ -27,7 +27,6 @@ from jax.experimental import pallas as pl
 from tim_jax.kernels import native
 from tim_jax.kernels.pallas import (
     LOG2_E,
-    MASKED,
     attention_cost,
     gpu_call,
     padded,
@@ -433,12 +432,12 @@ def _tpu_rows(*refs, keys: int, windowed: bool):
         query = query_ref[head]
         found = dot_along(query, key_ref[head], (1, 0), native.precise(query))
         seen_keys = visible(index, keys, last, first)
-        return jnp.where(seen_keys, found, MASKED), seen_keys
+        return jnp.where(seen_keys, found, native.MASKED), seen_keys
 
     @pl.when(step == 0)
     def _start():
         sums[...] = jnp.zeros_like(sums)
-        peak[...] = jnp.full_like(peak, MASKED)
+        peak[...] = jnp.full_like(peak, native.MASKED)
         total[...] = jnp.zeros_like(total)
         for head in heads:
             product_ref[head] = row_products(cotangent_ref[head], attended_ref[head])

@@ -11,16 +11,9 @@ A result's bits do not depend on the batch, the padding or the surrounding progr
 - Whatever is not elementwise, and every exp, log and rsqrt, is inside a kernel, where XLA cannot
   choose another order or another approximation. XLA's elementwise sums are rounded to nearest.
 
-The kernels:
-
-- Products with weight matrices: a program has a tile of the result and runs over all of K in steps
-  of `block_k`, so that an element is one chain of multiply-adds in the order of K. Float32 products
-  are true float32 (no TF32).
-- Causal attention, see `pallas_attention`.
-- Row functions: RMSNorm; heads between a projection and attention, with the cache's write.
-- Sums and exponentials over the vocabulary.
-
-Backward passes are the plain XLA expressions at the same inputs.
+In a product a program has a tile of the result and runs over all of K in steps of `block_k`, so
+that an element is one chain of multiply-adds in the order of K. Float32 products are true float32
+(no TF32).
 """
 
 from collections.abc import Callable, Sequence
@@ -38,6 +31,7 @@ from tim_jax.kernels.interface import Heads, Into
 from tim_jax.kernels.pallas import (
     LOG2_E,
     PallasFamily,
+    Product,
     block_of,
     in_blocks,
     inside,
@@ -93,21 +87,14 @@ def _kernel(
 
 
 def product(
-    x: jax.Array,
-    weight: jax.Array,
-    extras: Sequence[tuple[str, jax.Array]],
-    epilogue: Callable,
-    dtype: Any,
-    *,
-    numerics: Numerics,
-    name: str,
-    halves: int,
+    x: jax.Array, weight: jax.Array, extras: Sequence[tuple[str, jax.Array]], what: Product
 ) -> jax.Array:
-    """The epilogue of x [N, K] @ weight [K, halves * M]; see `PallasFamily`.
+    """A `Product` of x [N, K] and weight [K, halves * M]; see `PallasFamily`.
 
     Programs run in groups of tiles of rows: all of a group take the same columns of the weight, and
     then the next ones, so that what they read comes from the cache.
     """
+    numerics, halves = what.numerics, what.halves
     rows, width = x.shape[0], weight.shape[1] // halves
     tile = numerics.gpu.tile(rows, weight.shape[1], x.dtype, parts=halves)
     columns, block_k = blocks(weight.shape, halves, tile.columns, numerics)
@@ -129,10 +116,10 @@ def product(
             kinds=tuple(kind for kind, _ in extras),
             count=rows,
             block_k=block_k,
-            epilogue=epilogue,
+            epilogue=what.epilogue,
         ),
         numerics=numerics,
-        name=name,
+        name=what.name,
         warps=tile.warps,
         stages=_stages(tile, x),
         grid=(together, steps, groups),
@@ -142,7 +129,7 @@ def product(
             *(specs[kind] for kind, _ in extras),
         ],
         out_specs=specs["tile"],
-        out_shape=jax.ShapeDtypeStruct((rows, width), dtype),
+        out_shape=jax.ShapeDtypeStruct((rows, width), what.dtype),
     )(x, *(weight,) * halves, *(extra for _, extra in extras))
 
 
@@ -188,18 +175,10 @@ def _grouped(expert_ref, used_ref, x_ref, *refs, halves: int, block_k: int, epil
 
 
 def grouped_product(
-    x: jax.Array,
-    weight: jax.Array,
-    expert: jax.Array,
-    used: jax.Array,
-    epilogue: Callable,
-    dtype: Any,
-    *,
-    numerics: Numerics,
-    name: str,
-    halves: int,
+    x: jax.Array, weight: jax.Array, expert: jax.Array, used: jax.Array, what: Product
 ) -> jax.Array:
-    """The epilogue of tiles x [T, R, K] @ weight [E, K, halves * M]; see `PallasFamily`."""
+    """A `Product` of tiles x [T, R, K] and weight [E, K, halves * M]; see `PallasFamily`."""
+    numerics, halves = what.numerics, what.halves
     (count, rows, size), tile = x.shape, numerics.gpu.experts
     columns, block_k = blocks(weight.shape[1:], halves, tile.columns, numerics)
     x, expert, used = in_blocks(x, expert, used, tile.rows)
@@ -211,9 +190,9 @@ def grouped_product(
         return pl.BlockSpec(block, lambda j, i: (0, 0, j + half * steps))
 
     result = call(
-        partial(_grouped, halves=halves, block_k=block_k, epilogue=epilogue),
+        partial(_grouped, halves=halves, block_k=block_k, epilogue=what.epilogue),
         numerics=numerics,
-        name=name,
+        name=what.name,
         warps=tile.warps,
         stages=_stages(tile, x),
         grid=(steps, expert.size),
@@ -224,7 +203,7 @@ def grouped_product(
             *(columns_of(half) for half in range(halves)),
         ],
         out_specs=pl.BlockSpec((tile.rows, columns), lambda j, i: (i, j)),
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], width), dtype),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], width), what.dtype),
     )(expert, used, x, *(weight,) * halves)
     return result.reshape(count, -1, width)[:, :rows]
 

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from tim_jax.common.errors import InputError
 from tim_jax.kernels import pallas_gpu
-from tim_jax.kernels.pallas import check_platform, compute_capability, padded
+from tim_jax.kernels.pallas import Product, check_platform, compute_capability, padded
 from tim_jax.numerics import MatmulTile, Numerics
 
 LEAST = 64  # of a block in any direction
@@ -90,20 +90,12 @@ class _Tiling:
 
 
 def product(
-    x: jax.Array,
-    weight: jax.Array,
-    extras: Sequence[tuple[str, jax.Array]],
-    epilogue: Callable,
-    dtype: Any,
-    *,
-    numerics: Numerics,
-    name: str,
-    halves: int,
+    x: jax.Array, weight: jax.Array, extras: Sequence[tuple[str, jax.Array]], what: Product
 ) -> jax.Array:
-    """The epilogue of x [N, K] @ weight [K, halves * M]; see `PallasFamily`."""
+    """A `Product` of x [N, K] and weight [K, halves * M]; see `PallasFamily`."""
+    numerics, halves = what.numerics, what.halves
     if numerics.dtype.itemsize != 2:
-        options = {"numerics": numerics, "name": name, "halves": halves}
-        return pallas_gpu.product(x, weight, extras, epilogue, dtype, **options)
+        return pallas_gpu.product(x, weight, extras, what)
     check(numerics)
     count, width = x.shape[0], weight.shape[1] // halves
     tile = numerics.gpu.tile(count, weight.shape[1])
@@ -118,22 +110,26 @@ def product(
         stages=tile.stages,
         groups=_groups(tile),
         kinds=tuple(kind for kind, _ in extras),
-        epilogue=epilogue,
+        epilogue=what.epilogue,
         dtype=x.dtype,
     )
     x = padded(x, tile.rows)
     others = [padded(extra, tile.rows) if kind == "tile" else extra for kind, extra in extras]
-    out = jax.ShapeDtypeStruct((x.shape[0], width), dtype)
+    out = jax.ShapeDtypeStruct((x.shape[0], width), what.dtype)
     kernel = mosaic().kernel(
         partial(_kernel, tiling=tiling),
         out_type=out,
-        scratch_types=[_shared((tile.rows, columns), dtype)],
+        scratch_types=[
+            mosaic().SMEM(
+                (tile.rows, columns), what.dtype, transforms=_transforms(columns, what.dtype)
+            )
+        ],
         cost_estimate=_cost(tiling, [x, weight, *others, out]),
         grid=(tiling.steps, x.shape[0] // tile.rows),
         grid_names=("columns", "rows"),
         num_threads=tiling.groups + 1,
         thread_name="group",
-        kernel_name=name,
+        kernel_name=what.name,
         interpret=mosaic().InterpretGPUParams() if numerics.interpret else None,
     )
     return kernel(x, weight, *others)[:count]
@@ -173,10 +169,6 @@ def _transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
     size = jnp.dtype(dtype).itemsize
     swizzle = mosaic().find_swizzle(columns * size * 8)
     return mosaic().TilingTransform((8, swizzle // size)), mosaic().SwizzleTransform(swizzle)
-
-
-def _shared(shape: tuple[int, int], dtype: Any) -> Any:
-    return mosaic().SMEM(shape, dtype, transforms=_transforms(shape[1], dtype))
 
 
 def _block(shape: tuple[int, int], index: Callable, dtype: Any) -> Any:
@@ -236,17 +228,15 @@ def _finish(sums, extra_refs, out_ref, stage_ref, own, *, tiling: _Tiling):
         pl.ds(jax.lax.axis_index("columns") * tiling.columns, tiling.columns),
     )
     extras = [
-        _of_tile(ref, at) if kind == "tile" else _of_columns(ref, at[1], tiling)
+        mosaic().load(ref.at[at], layout=mosaic().Layout.WGMMA, optimized=False)
+        if kind == "tile"
+        else _of_columns(ref, at[1], tiling)
         for kind, ref in zip(tiling.kinds, extra_refs, strict=True)
     ]
     stage_ref[own] = tiling.epilogue(sums, *extras).astype(stage_ref.dtype)
     mosaic().commit_smem()
     mosaic().copy_smem_to_gmem(stage_ref.at[own], out_ref.at[at])
     mosaic().wait_smem_to_gmem(0)
-
-
-def _of_tile(ref, at) -> jax.Array:
-    return mosaic().load(ref.at[at], layout=mosaic().Layout.WGMMA, optimized=False)
 
 
 def _of_columns(ref, at, tiling: _Tiling) -> tuple[jax.Array, ...]:

@@ -5,17 +5,12 @@ size, here along the last, sequential axis of a kernel's grid with the partial s
 a tile may have more rows than there are, which hold anything and are not written (before products
 of experts and over the vocabulary XLA adds some); key blocks start at a sequence's first token.
 
-The kernels are products with weight matrices, causal attention (see `pallas_attention`), RMSNorm,
-the rotation of queries and keys, and sums and exponentials over the vocabulary. For the last, a row
-is read in blocks of `lanes`, ascending: lane i of a sum takes elements i, i + lanes, ..., and what
-a block has beyond the row's end counts as nothing.
-
-Backward passes are the plain XLA expressions at the same inputs.
+A row of the vocabulary is read in blocks of `lanes`, ascending: lane i of a sum takes elements i,
+i + lanes, ..., and what a block has beyond the row's end counts as nothing.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +20,7 @@ from tim_jax.kernels import native, pallas_attention, pallas_attention_gradient
 from tim_jax.kernels.interface import Heads
 from tim_jax.kernels.pallas import (
     PallasFamily,
+    Product,
     block_of,
     in_blocks,
     padded,
@@ -65,17 +61,10 @@ def _step(index, count, x_ref, *refs, halves: int, kinds: tuple[str, ...] = (), 
 
 
 def product(
-    x: jax.Array,
-    weight: jax.Array,
-    extras: Sequence[tuple[str, jax.Array]],
-    epilogue: Callable,
-    dtype: Any,
-    *,
-    numerics: Numerics,
-    name: str,
-    halves: int,
+    x: jax.Array, weight: jax.Array, extras: Sequence[tuple[str, jax.Array]], what: Product
 ) -> jax.Array:
-    """The epilogue of x [N, K] @ weight [K, halves * M]; see `PallasFamily`."""
+    """A `Product` of x [N, K] and weight [K, halves * M]; see `PallasFamily`."""
+    numerics, halves = what.numerics, what.halves
     rows, width = x.shape[0], weight.shape[1] // halves
     columns, block_k = blocks(weight.shape, halves, numerics)
     steps, depth = pl.cdiv(width, columns), weight.shape[0] // block_k
@@ -90,9 +79,9 @@ def product(
         "bias": pl.BlockSpec((halves, columns), lambda i, j, k: (0, j)),
     }
     return call(
-        partial(_kernel, halves=halves, kinds=tuple(k for k, _ in extras), epilogue=epilogue),
+        partial(_kernel, halves=halves, kinds=tuple(k for k, _ in extras), epilogue=what.epilogue),
         numerics=numerics,
-        name=name,
+        name=what.name,
         grid=(pl.cdiv(rows, tile), steps, depth),
         scratch=[(tile, columns)] * halves,
         in_specs=[
@@ -101,7 +90,7 @@ def product(
             *(specs[kind] for kind, _ in extras),
         ],
         out_specs=specs["tile"],
-        out_shape=jax.ShapeDtypeStruct((rows, width), dtype),
+        out_shape=jax.ShapeDtypeStruct((rows, width), what.dtype),
     )(x, *(weight,) * halves, *(extra for _, extra in extras))
 
 
@@ -138,22 +127,14 @@ def _grouped(expert_ref, used_ref, *refs, **options):
 
 
 def grouped_product(
-    x: jax.Array,
-    weight: jax.Array,
-    expert: jax.Array,
-    used: jax.Array,
-    epilogue: Callable,
-    dtype: Any,
-    *,
-    numerics: Numerics,
-    name: str,
-    halves: int,
+    x: jax.Array, weight: jax.Array, expert: jax.Array, used: jax.Array, what: Product
 ) -> jax.Array:
-    """The epilogue of tiles x [T, R, K] @ weight [E, K, halves * M]; see `PallasFamily`.
+    """A `Product` of tiles x [T, R, K] and weight [E, K, halves * M]; see `PallasFamily`.
 
     The blocks without rows come last. Their steps name what the step before them has read and
     written, so that nothing is copied for them, and compute nothing. So blocks run in order.
     """
+    numerics, halves = what.numerics, what.halves
     (count, rows, _), tile = x.shape, numerics.tpu.expert_rows
     columns, block_k = blocks(weight.shape[1:], halves, numerics)
     steps, depth = pl.cdiv(weight.shape[2] // halves, columns), weight.shape[1] // block_k
@@ -169,9 +150,9 @@ def grouped_product(
 
     weights = (None, block_k, columns)
     result = call(
-        partial(_grouped, halves=halves, epilogue=epilogue),
+        partial(_grouped, halves=halves, epilogue=what.epilogue),
         numerics=numerics,
-        name=name,
+        name=what.name,
         grid=(steps, expert.size, depth),
         scalars=2,
         scratch=[(tile, columns)] * halves,
@@ -181,7 +162,7 @@ def grouped_product(
             *(pl.BlockSpec(weights, partial(weights_at, half)) for half in range(halves)),
         ],
         out_specs=pl.BlockSpec((tile, columns), lambda j, i, k, e, used: (step(i, k, used)[0], j)),
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], weight.shape[2] // halves), dtype),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], weight.shape[2] // halves), what.dtype),
     )(expert, used, x, *(weight,) * halves)
     return result.reshape(count, -1, result.shape[1])[:, :rows]
 

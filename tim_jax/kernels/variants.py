@@ -27,8 +27,13 @@ from tim_jax.common.errors import InputError
 from tim_jax.kernels import formulas, native
 from tim_jax.numerics import Numerics, strict
 
-_FLASH_ROWS = 64  # rows of a program where there are as many
-_LEAST_ROWS = 16  # what a matrix unit takes
+_MOST_ROWS = 64  # of a program
+_LEAST = 16  # rows, keys and head sizes that a matrix unit takes
+
+
+def _rows(count: int) -> int:
+    """Rows of a program, of as many in all."""
+    return min(_MOST_ROWS, max(_LEAST, pl.next_power_of_2(count)))
 
 
 def flash_attention(
@@ -48,8 +53,7 @@ def flash_attention(
     one by one on any backend: slow, for tests. No gradient: this is for samplers.
     """
     batch, heads, count, size = query.shape
-    block = max(numerics.kv_block, _LEAST_ROWS)
-    rows = min(_FLASH_ROWS, max(_LEAST_ROWS, 1 << (count - 1).bit_length()))
+    block, rows = max(numerics.kv_block, _LEAST), _rows(count)
     padding, keys = -count % rows, key.shape[3] + -key.shape[3] % block
     query = jnp.pad(query, ((0, 0), (0, 0), (0, padding), (0, 0)))
     last = jnp.pad(positions, ((0, 0), (0, padding)))[..., None]
@@ -159,8 +163,6 @@ def _piece(query, key, value, last, *, start, stop, window, numerics):
 
 
 NEEDS = {"jax": ((0, 11), (0, 12)), "jax-triton": ((0, 4), (0, 5)), "triton": ((3, 7), (3, 8))}
-_TRITON_ROWS = 64
-_LEAST = 16  # rows, keys and head sizes that a matrix unit takes
 
 
 def triton_attention(
@@ -178,7 +180,7 @@ def triton_attention(
     jax_triton = importlib.import_module("jax_triton")
     source = importlib.import_module("tim_jax.kernels.triton_source")
     batch, heads, count, size = query.shape
-    rows = min(_TRITON_ROWS, max(_LEAST, 1 << (count - 1).bit_length()))
+    rows = _rows(count)
     return jax_triton.triton_call(
         query,
         key,
@@ -194,7 +196,7 @@ def triton_attention(
         KEYS=key.shape[3],
         SIZE=size,
         ROWS=rows,
-        DIMS=max(_LEAST, 1 << (size - 1).bit_length()),
+        DIMS=max(_LEAST, pl.next_power_of_2(size)),
         BLOCK=max(numerics.kv_block, _LEAST),
     )
 

@@ -29,7 +29,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import expanded, shown
@@ -38,11 +37,13 @@ from tim_jax.model.config import ModelConfig
 from tim_jax.model.files import (
     Stored,
     check_dtype,
+    check_shape,
     header,
     new_folder,
     open_tensors,
     read_json,
     write_json,
+    write_tensors,
 )
 from tim_jax.model.parameters import join
 from tim_jax.model.weights import TABLE, Joined, Params, Weight
@@ -128,16 +129,15 @@ def targets(config: ModelConfig, lora: Lora) -> dict[str, Weight]:
     return {name: row for name, row in present.items() if name in (lora.targets or present)}
 
 
-def _tree(config: ModelConfig, lora: Lora, leaf: Callable[[str, Weight, str], Any]) -> Adapters:
+def _tree(config: ModelConfig, lora: Lora, leaf: Callable[[Weight, str], Any]) -> Adapters:
     rows = targets(config, lora)
-    return {name: {part: leaf(name, row, part) for part in "ab"} for name, row in rows.items()}
+    return {name: {part: leaf(row, part) for part in "ab"} for name, row in rows.items()}
 
 
 def shapes(config: ModelConfig, lora: Lora) -> Adapters:
     """The tree of adapters, each leaf a float32 `jax.ShapeDtypeStruct`."""
 
-    def leaf(name: str, row: Weight, part: str) -> jax.ShapeDtypeStruct:
-        del name
+    def leaf(row: Weight, part: str) -> jax.ShapeDtypeStruct:
         layers, inputs, outputs = row.shape(config)
         size = (inputs, lora.rank) if part == "a" else (lora.rank, outputs)
         return jax.ShapeDtypeStruct((layers, *size), np.float32)
@@ -148,8 +148,7 @@ def shapes(config: ModelConfig, lora: Lora) -> Adapters:
 def axes(config: ModelConfig, lora: Lora) -> Adapters:
     """The tree of adapters with each leaf's logical axes: those of the matrix's rows or columns."""
 
-    def leaf(name: str, row: Weight, part: str) -> Any:
-        del name
+    def leaf(row: Weight, part: str) -> Any:
         layers, inputs, outputs = row.axes
         return (layers, inputs, "whole") if part == "a" else (layers, "whole", outputs)
 
@@ -179,11 +178,11 @@ def init(config: ModelConfig, lora: Lora, seed: int) -> Adapters:
     are a function of (seed, name, shape). Raises `InputError` as `targets`.
     """
 
-    def leaf(name: str, row: Weight, part: str) -> np.ndarray:
+    def leaf(row: Weight, part: str) -> np.ndarray:
         layers, inputs, outputs = row.shape(config)
         if part == "b":
             return np.zeros((layers, lora.rank, outputs), np.float32)
-        stream = zlib.crc32(f"{ADAPTERS}.{name}".encode())
+        stream = zlib.crc32(f"{ADAPTERS}.{_module(row)}".encode())
         generator = np.random.Generator(np.random.Philox([seed, stream]))
         unit = generator.random((layers, inputs, lora.rank), np.float32)
         return (2 * unit - 1) * np.float32(1 / math.sqrt(inputs))
@@ -470,8 +469,7 @@ def save(
     with new_folder(folder) as partial:
         write_json(partial / _CONFIG, values)
         tensors = {name: np.ascontiguousarray(view, np.float32) for name, view in views}
-        save_file(tensors, partial / _TENSORS, metadata={"format": "pt"})
-        (partial / _TENSORS).chmod(0o644)  # it was made private
+        write_tensors(partial / _TENSORS, tensors)
     return expanded(folder)
 
 
@@ -503,11 +501,7 @@ def _check_stored(
         if name not in views:
             raise InputError(f"{path}: tensor {name!r} is not one of an adapter of this model")
         check_dtype(name, tensor)
-        if tensor.shape != views[name].shape:
-            raise InputError(
-                f"{path}: tensor {name!r} has shape {list(tensor.shape)}, expected"
-                f" {list(views[name].shape)}"
-            )
+        check_shape(name, tensor, views[name].shape)
     for name in views:
         if name not in stored:
             raise InputError(f"{path}: tensor {name!r} is missing: every layer must have it")

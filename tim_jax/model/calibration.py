@@ -16,7 +16,6 @@ ranges chosen for another batch are as exact, if perhaps slower, and a run must 
 its batch or placement changes.
 """
 
-import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +30,10 @@ import jaxlib
 import numpy as np
 
 from tim_jax.common import inputs, machine, waiting
-from tim_jax.common.errors import InputError
 from tim_jax.kernels import native, tiles
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import jit
+from tim_jax.model.files import read_json, write_json
 from tim_jax.model.weights import matrices
 from tim_jax.numerics import Numerics, Rows
 from tim_jax.placement import processes
@@ -210,13 +209,12 @@ def calibrate_once(
     if file is None:
         return calibrate(config, numerics, batch=batch, longest=longest)
     valid_for = _of(config, numerics)
-    saved = _read(file)
-    if saved is not None and saved.get("of") == valid_for:
-        try:
-            if saved["longest"] >= longest:
-                return replace(numerics, **_values(saved["found"]))
-        except (KeyError, TypeError, ValueError, InputError):
-            pass  # damaged: measure again
+    try:
+        saved = read_json(file)
+        if saved["of"] == valid_for and saved["longest"] >= longest:
+            return replace(numerics, **_values(saved["found"]))
+    except (KeyError, TypeError, ValueError):
+        pass  # there is none, or it is damaged: measure again
     calibrated = calibrate(config, numerics, batch=batch, longest=longest)
     if calibrated != numerics and processes.leads():
         _write(file, {"of": valid_for, "longest": longest, "found": _plain(calibrated)})
@@ -258,18 +256,10 @@ def _values(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read(file: Path) -> dict[str, Any] | None:
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
 def _write(file: Path, record: dict[str, Any]) -> None:
     partial = file.with_name(f".{file.name}")
     try:
-        partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json(partial, record)
         partial.replace(file)
     except OSError:
         partial.unlink(missing_ok=True)

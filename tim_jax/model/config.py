@@ -1,7 +1,7 @@
 """The architecture of a model as a value. Nothing here says how numbers are computed."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -65,30 +65,8 @@ MIXTURE_KEYS: dict[str, dict[str, tuple[str, Any]]] = {
         "routed_scaling_factor": ("routed_scaling_factor", 2.5),
     },
 }
-# The fields of a model without experts.
-DENSE = {
-    "num_experts": 0,
-    "num_experts_per_tok": 0,
-    "moe_intermediate_size": 0,
-    "norm_topk_prob": False,
-    "router_aux_loss_coef": 0.0,
-    "num_shared_experts": 0,
-    "shared_expert_width": 0,
-    "first_dense_layers": 0,
-    "router_groups": 1,
-    "router_groups_per_tok": 1,
-    "routed_scaling_factor": 1.0,
-}
-MIXTURE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-_COUNTED = (
-    "num_shared_experts",
-    "shared_expert_width",
-    "first_dense_layers",
-    "router_groups",
-    "router_groups_per_tok",
-)
 _MOST = 2**31
-_MOST_LAYERS = 2**16
+MOST_LAYERS = 2**16
 _MOST_NUMBERS = 2**56  # of one weight of all layers
 _PLAIN_ROPE = RopeConfig()
 
@@ -122,13 +100,11 @@ class LatentConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, name = getattr(self, field.name), field.name
+            name, value = field.name, getattr(self, field.name)
             if name == "rope_interleave":
-                if not isinstance(value, bool):
-                    raise InputError(f"{name} must be true or false, found {value!r}")
-                continue
-            least = 0 if name == "q_lora_rank" else 1
-            _check_whole(name, value, least)
+                _check_bool(name, value)
+            else:
+                check_size(name, value, least=0 if name == "q_lora_rank" else 1)
         if self.qk_rope_head_dim % 2:
             raise InputError(
                 f"qk_rope_head_dim must be even for rotary pairs, found {self.qk_rope_head_dim}"
@@ -221,9 +197,7 @@ class ModelConfig:
     __repr__ = changes
 
     def __post_init__(self) -> None:
-        if self.model_type not in ARCHITECTURES:
-            nearest = did_you_mean(str(self.model_type), ARCHITECTURES)
-            raise InputError(f"model_type {self.model_type!r} is not supported{nearest}")
+        check_model_type(self.model_type)
         _check_sizes(self)
         _check_scalars(self)
         _check_family(self)
@@ -309,19 +283,42 @@ class ModelConfig:
         )
 
 
-def _check_whole(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or not whole(value) or not least <= value < _MOST:
+# The fields that mixtures alone have, as they are in a model without experts.
+_OF_MIXTURES = {field for keys in MIXTURE_KEYS.values() for field in keys}
+DENSE = {one.name: one.default for one in fields(ModelConfig) if one.name in _OF_MIXTURES}
+
+
+def check_model_type(value: Any) -> None:
+    """Raises `InputError` for what is no family that is computed here."""
+    if not isinstance(value, str) or value not in ARCHITECTURES:
+        nearest = did_you_mean(str(value), ARCHITECTURES)
+        raise InputError(f"model_type {value!r} is not supported{nearest}")
+
+
+def check_size(name: str, value: Any, *, least: int = 1) -> None:
+    """Raises `InputError` for what is no whole number from `least` to 2^31 - 1."""
+    if not whole(value) or not least <= value < _MOST:
         raise InputError(
             f"{name} must be a whole number from {least} to {_MOST - 1}, found {value!r}"
         )
 
 
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be true or false, found {value!r}")
+
+
+def _check_number(name: str, value: Any, rule: str, fits: Callable[[float], bool]) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not fits(value) or not value < math.inf:
+        raise InputError(f"{name} must be a finite number {rule}, found {value!r}")
+
+
 def _check_sizes(config: ModelConfig) -> None:
     for name in _SIZES:
-        value = getattr(config, name)
-        _check_whole(name, value, 1)
-    if config.num_layers > _MOST_LAYERS:
-        raise InputError(f"num_layers must be at most {_MOST_LAYERS:,}, found {config.num_layers}")
+        check_size(name, getattr(config, name))
+    if config.num_layers > MOST_LAYERS:
+        raise InputError(f"num_layers must be at most {MOST_LAYERS:,}, found {config.num_layers}")
     wide = max(config.num_heads, config.num_kv_heads) * config.head_dim
     widest = config.hidden_size * max(config.vocab_size, config.intermediate_size, wide)
     if config.num_layers * widest >= _MOST_NUMBERS:
@@ -339,14 +336,9 @@ def _check_sizes(config: ModelConfig) -> None:
 
 def _check_scalars(config: ModelConfig) -> None:
     for name in ("rms_norm_eps", "initializer_range"):
-        value = getattr(config, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not 0 < value < math.inf:
-            raise InputError(f"{name} must be a finite number above 0, found {value!r}")
+        _check_number(name, getattr(config, name), "above 0", lambda value: value > 0)
     for name in ("qk_norm", "attention_bias", "output_bias", "mlp_bias", "tied_embeddings"):
-        value = getattr(config, name)
-        if not isinstance(value, bool):
-            raise InputError(f"{name} must be true or false, found {value!r}")
+        _check_bool(name, getattr(config, name))
     optional = (i for i in (config.bos_token_id, config.pad_token_id) if i is not None)
     for token in (*config.eos_token_ids, *optional):
         if not whole(token):
@@ -418,10 +410,10 @@ def _check_mixture(config: ModelConfig) -> None:
             raise InputError(f"a {family} model has {name}={value}, found {found!r}")
     if without:
         return
-    for name in (*MIXTURE_SIZES, *_COUNTED):
-        value = getattr(config, name)
-        least = 0 if name == "first_dense_layers" or name not in MIXTURE_KEYS[family] else 1
-        _check_whole(name, value, least)
+    for name, value in DENSE.items():
+        if whole(value):
+            least = 0 if name == "first_dense_layers" or name not in MIXTURE_KEYS[family] else 1
+            check_size(name, getattr(config, name), least=least)
     widest = max(config.num_experts * config.moe_intermediate_size, config.shared_width)
     numbers = config.num_layers * config.hidden_size * widest
     if numbers >= _MOST_NUMBERS:
@@ -433,13 +425,9 @@ def _check_mixture(config: ModelConfig) -> None:
             f"num_experts_per_tok must be at most num_experts {config.num_experts}, found"
             f" {config.num_experts_per_tok}"
         )
-    if not isinstance(config.norm_topk_prob, bool):
-        raise InputError(f"norm_topk_prob must be true or false, found {config.norm_topk_prob!r}")
+    _check_bool("norm_topk_prob", config.norm_topk_prob)
     for name in ("router_aux_loss_coef", "routed_scaling_factor"):
-        value = getattr(config, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not 0 <= value < math.inf:
-            raise InputError(f"{name} must be a finite number of at least 0, found {value!r}")
+        _check_number(name, getattr(config, name), "of at least 0", lambda value: value >= 0)
     _check_groups(config)
     if config.first_dense_layers >= config.num_layers:
         raise InputError(

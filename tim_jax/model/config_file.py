@@ -10,7 +10,7 @@ does not exist.
 from collections.abc import Mapping
 from typing import Any
 
-from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import whole
 from tim_jax.model import rope
 from tim_jax.model.config import (
@@ -18,12 +18,14 @@ from tim_jax.model.config import (
     LATENT_FAMILIES,
     MIXTURE_FAMILIES,
     MIXTURE_KEYS,
-    MIXTURE_SIZES,
+    MOST_LAYERS,
     SIGMOID_FAMILIES,
     WINDOW_IN_EVERY_LAYER,
     WINDOWS_BY_LAYER,
     LatentConfig,
     ModelConfig,
+    check_model_type,
+    check_size,
 )
 
 _REQUIRED = {
@@ -61,6 +63,7 @@ _LATENT_DEFAULTS = {
 }
 _QUERY_RANK = 1536
 _COUNT = "num_local_experts"  # that of transformers 5
+_OF_EXPERTS = ("num_experts", _COUNT, "num_experts_per_tok", "moe_intermediate_size")
 # Of other mixtures: experts that every token goes through, other scores, groups of experts.
 _OTHERS = (
     "n_shared_experts",
@@ -82,8 +85,6 @@ _DEEPSEEK_ONLY = {
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # What `transformers` takes absent keys for.
 _WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
-_MOST = 2**31
-_MOST_LAYERS = 2**16
 
 
 def from_hf(values: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
@@ -173,9 +174,7 @@ def to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
 
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     family = _required(values, "model_type")
-    if not isinstance(family, str) or family not in ARCHITECTURES:
-        nearest = did_you_mean(str(family), ARCHITECTURES)
-        raise InputError(f"model_type {family!r} is not supported{nearest}")
+    check_model_type(family)
     architectures = values.get("architectures") or [ARCHITECTURES[family]]
     if architectures != [ARCHITECTURES[family]]:
         raise InputError(
@@ -238,10 +237,7 @@ def _read_latent(values: Mapping[str, Any]) -> LatentConfig | None:
     """From the contents of a config.json; None for other attention."""
     if values["model_type"] not in LATENT_FAMILIES:
         return None
-    given = {
-        name: default if values.get(name) is None else values[name]
-        for name, default in _LATENT_DEFAULTS.items()
-    }
+    given = {name: _or_default(values, name, own) for name, own in _LATENT_DEFAULTS.items()}
     rank = values.get("q_lora_rank", _QUERY_RANK)
     return LatentConfig(**given, q_lora_rank=0 if rank is None else rank)
 
@@ -266,10 +262,7 @@ def _read_mixture(values: Mapping[str, Any]) -> dict[str, Any]:
     if counts[1:] and counts[0] != counts[1]:
         raise InputError(f"{name} and {_COUNT} are both given and differ")
     given = {**values, name: counts[0] if counts else None}
-    fields = {
-        field: default if given.get(key) is None else given[key]
-        for field, (key, default) in keys.items()
-    }
+    fields = {field: _or_default(given, *of_file) for field, of_file in keys.items()}
     first, layers = fields.get("first_dense_layers", 0), values["num_hidden_layers"]
     if whole(first) and whole(layers) and first >= layers:  # no layer has experts
         return {}
@@ -299,7 +292,7 @@ def _refuse_other_experts(values: Mapping[str, Any]) -> None:
         return
     dense = family not in MIXTURE_FAMILIES
     own = () if dense else {key for key, _ in MIXTURE_KEYS[family].values()}
-    for key in ("num_experts", _COUNT, *MIXTURE_SIZES, *_OTHERS) if dense else _OTHERS:
+    for key in (*_OF_EXPERTS, *_OTHERS) if dense else _OTHERS:
         if values.get(key) and key not in own:
             what = ", a dense model" if dense else ""
             raise InputError(
@@ -314,8 +307,7 @@ def _refuse_other_experts(values: Mapping[str, Any]) -> None:
         raise InputError(
             f"mlp_only_layers {without!r} is not supported, only []: every layer must have experts"
         )
-    if values.get("num_key_value_heads") is None:  # of which `transformers` takes no null
-        raise InputError("'num_key_value_heads' is missing")
+    _required(values, "num_key_value_heads")  # of which `transformers` takes no null
 
 
 def _read_windows(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -332,7 +324,7 @@ def _read_windows(values: Mapping[str, Any]) -> dict[str, Any]:
             needed += "" if family == "mistral" else " and use_sliding_window true"
             raise InputError(f"layer_types with {_SLIDING!r} needs {needed}")
         return {}
-    if not whole(layers) or layers > _MOST_LAYERS:
+    if not whole(layers) or layers > MOST_LAYERS:
         return {}  # ModelConfig names the number of layers
     if kinds is None:
         full = _full_layers(values) if family in WINDOWS_BY_LAYER else 0
@@ -357,10 +349,7 @@ def _window(values: Mapping[str, Any]) -> int | None:
         raise InputError(f"use_sliding_window must be true or false, found {used!r}")
     if window is None or (family != "mistral" and not used):
         return None
-    if not whole(window) or not 1 <= window < _MOST:
-        raise InputError(
-            f"sliding_window must be a whole number from 1 to {_MOST - 1}, found {window!r}"
-        )
+    check_size("sliding_window", window)
     return window
 
 

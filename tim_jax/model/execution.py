@@ -82,7 +82,6 @@ class Edit(Protocol):
 
     def weights(self, weights: Weights) -> Weights:
         """The weights in that form."""
-        ...
 
 
 @dataclass(frozen=True)

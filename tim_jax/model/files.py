@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import expanded, json_value
@@ -64,6 +66,20 @@ def check_dtype(name: str, tensor: Stored) -> None:
             f"{tensor.path}: tensor {name!r} has dtype {tensor.dtype}, only"
             f" {', '.join(STORED_DTYPES)} are supported"
         )
+
+
+def check_shape(name: str, tensor: Stored, shape: tuple[int, ...]) -> None:
+    """Raises `InputError` for a tensor of another shape."""
+    if tensor.shape != shape:
+        raise InputError(
+            f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}"
+        )
+
+
+def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Writes a safetensors file that everyone may read, in PyTorch's format."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # it was made private
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import jax
 import ml_dtypes
 import numpy as np
 from huggingface_hub import snapshot_download
-from safetensors.numpy import save_file
 
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, did_you_mean
@@ -28,12 +27,14 @@ from tim_jax.model.config_file import from_hf, to_hf
 from tim_jax.model.files import (
     Stored,
     check_dtype,
+    check_shape,
     header,
     new_folder,
     open_tensors,
     read_json,
     save_tokenizer,
     write_json,
+    write_tensors,
 )
 from tim_jax.model.parameters import check_params
 from tim_jax.model.weights import NAMED, Params, Weight, parameter_shapes, table
@@ -314,12 +315,7 @@ def _check_stored(stored: dict[str, Stored], config: ModelConfig, folder: Path) 
         if name not in stored:
             hint = " (tie_word_embeddings is false)" if name == _HEAD else ""
             raise InputError(f"{folder}: tensor {name!r} is missing{hint}")
-        tensor = stored[name]
-        if tensor.shape != shape:
-            raise InputError(
-                f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, expected "
-                f"{list(shape)}"
-            )
+        check_shape(name, stored[name], shape)
     for name, tensor in stored.items():
         if name.endswith("rotary_emb.inv_freq"):
             continue  # a buffer that old checkpoints carry; it follows from config.json
@@ -380,8 +376,7 @@ def _write_weights(
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = _SINGLE if len(shards) == 1 else file
         tensors = {name: _converted(name, view, dtype) for name, view in shard}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(0o644)  # it was made private
+        write_tensors(folder / file, tensors)
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

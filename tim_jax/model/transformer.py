@@ -142,10 +142,10 @@ def logits(weights: Weights, hidden: jax.Array, *, execution: Execution) -> jax.
 
     Not for differentiation across a tensor axis, see `collectives.tensor_whole`.
     """
-    columns = _local_columns(weights, hidden, execution)
-    return _without_padding(
-        collectives.tensor_whole(columns, execution.placement), execution.config
-    )
+    normed = head_inputs(weights, hidden, execution=execution)
+    columns = head_columns(weights, normed, execution=execution)
+    own = formulas.narrowed(columns, execution.numerics.precision.logits)
+    return _without_padding(collectives.tensor_whole(own, execution.placement), execution.config)
 
 
 def logits_of_local_rows(weights: Weights, hidden: jax.Array, *, execution: Execution) -> jax.Array:
@@ -185,13 +185,6 @@ def rows_of_columns(columns: jax.Array, *, execution: Execution) -> jax.Array:
     logits = formulas.narrowed(columns, execution.numerics.precision.logits)
     rows = collectives.rows_for_columns(logits, execution.placement)
     return _without_padding(rows, execution.config)
-
-
-def _local_columns(weights, hidden, execution: Execution):
-    """This device's columns of the logits, [N, V / tensor], padding included."""
-    normed = head_inputs(weights, hidden, execution=execution)
-    columns = head_columns(weights, normed, execution=execution)
-    return formulas.narrowed(columns, execution.numerics.precision.logits)
 
 
 def _without_padding(logits, config):

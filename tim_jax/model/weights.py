@@ -28,7 +28,7 @@ from tim_jax.placement import Axes, Axis
 Params = dict[str, Any]  # float32 master weights, a leaf for every row of `table(config)`
 Weights = dict[str, Any]  # compute weights, from `parameters.prepare`
 Kind = Literal["embedding", "matrix", "norm", "bias", "scale", "buffer"]
-Condition = Callable[[ModelConfig], bool]
+Condition = Callable[[ModelConfig], Any]  # true or not
 
 # Names of dimensions: fields of `ModelConfig`, or products of them.
 _QUERY, _KEY = "num_heads x query_dim", "num_kv_heads x head_dim"
@@ -133,36 +133,16 @@ def _of_experts(name: str, module: str, inputs: str, outputs: str) -> Weight:
     return Weight(name, "matrix", dims, axes, tensor, _mixture)
 
 
-def _mixture(config: ModelConfig) -> bool:
-    return config.num_experts > 0
-
-
-def _dense(config: ModelConfig) -> bool:
-    return config.num_experts == 0
-
-
-def _shared(config: ModelConfig) -> bool:
-    return config.shared_width > 0
-
-
 def _sigmoid_router(config: ModelConfig) -> bool:
-    return _mixture(config) and config.model_type in SIGMOID_FAMILIES
-
-
-def _plain_attention(config: ModelConfig) -> bool:
-    return config.latent is None
-
-
-def _latent(config: ModelConfig) -> bool:
-    return config.latent is not None
-
-
-def _whole_query(config: ModelConfig) -> bool:
-    return config.latent is None or config.latent.q_lora_rank == 0
+    return config.num_experts > 0 and config.model_type in SIGMOID_FAMILIES
 
 
 def _latent_query(config: ModelConfig) -> bool:
-    return not _whole_query(config)
+    return config.latent is not None and config.latent.q_lora_rank > 0
+
+
+def _without(condition: Condition) -> Condition:
+    return lambda config: not condition(config)
 
 
 def _bias(name: str, module: str, outputs: str, when: Condition) -> Weight:
@@ -173,6 +153,9 @@ def _bias(name: str, module: str, outputs: str, when: Condition) -> Weight:
 
 _qk_norm, _mlp_bias = attrgetter("qk_norm"), attrgetter("mlp_bias")
 _attention_bias, _output_bias = attrgetter("attention_bias"), attrgetter("output_bias")
+_mixture, _latent = attrgetter("num_experts"), attrgetter("latent")
+_shared, _scaled = attrgetter("shared_width"), attrgetter("shared_scales")
+_dense, _plain_attention = _without(_mixture), _without(_latent)
 
 # In the order in which a checkpoint is written.
 TABLE = (
@@ -185,7 +168,7 @@ TABLE = (
         _always,
     ),
     _norm("attn_norm", "input_layernorm"),
-    _matrix("q", "self_attn.q_proj", "hidden_size", _QUERY, _whole_query),
+    _matrix("q", "self_attn.q_proj", "hidden_size", _QUERY, _without(_latent_query)),
     _matrix("k", "self_attn.k_proj", "hidden_size", _KEY, _plain_attention),
     _matrix("v", "self_attn.v_proj", "hidden_size", _KEY, _plain_attention),
     _matrix("q_down", "self_attn.q_a_proj", "hidden_size", _QUERY_RANK, _latent_query),
@@ -226,7 +209,7 @@ TABLE = (
         (_LAYERS, "hidden_size", "shared_scales"),
         ("whole", "whole", "whole"),
         "model.layers.{layer}.mlp.{shared}_gate.weight",
-        lambda config: config.shared_scales > 0,
+        _scaled,
     ),
     _of_experts("expert_gate", "gate_proj", "hidden_size", "moe_intermediate_size"),
     _of_experts("expert_up", "up_proj", "hidden_size", "moe_intermediate_size"),
@@ -238,7 +221,7 @@ TABLE = (
         ("hidden_size", "vocab_size"),
         ("hidden", "whole"),  # not its columns: a vocabulary may have any size
         "lm_head.weight",
-        lambda config: not config.tied_embeddings,
+        _without(attrgetter("tied_embeddings")),
     ),
 )
 NAMED = {weight.name: weight for weight in TABLE}

@@ -26,6 +26,13 @@ def _check_sizes(value, names: tuple[str, ...], *, least: int, power: bool = Fal
             raise InputError(f"{type(value).__name__}: {name} must be {rule}, got {size}")
 
 
+def _check_known(value: Any, names: tuple[str, ...], known: tuple[str | None, ...]) -> None:
+    for name in names:
+        if (found := getattr(value, name)) not in known:
+            texts = ", ".join(filter(None, known))
+            raise InputError(f"{type(value).__name__}: {name} = {found!r}; known: {texts}")
+
+
 @dataclass(frozen=True)
 class MatmulTile:
     """A program's part of a product: `rows` x `columns`, and how Triton compiles it."""
@@ -260,20 +267,11 @@ class Precision:
     __repr__ = changes
 
     def __post_init__(self):
-        optional_ones = ("head", "router", "choice")
-        for name in (*optional_ones, "logits", "softmax", "attention_softmax", "lora"):
-            value, optional = getattr(self, name), name in optional_ones
-            if value not in (*_COMPUTE_DTYPES, None) or (value is None and not optional):
-                known = ", ".join(_COMPUTE_DTYPES)
-                raise InputError(f"Precision: {name} = {value!r}; known: {known}")
-        formats = {"cache": CACHE_DTYPES, "activations": EIGHT_BITS, "head_activations": EIGHT_BITS}
-        for name, known in formats.items():
-            if getattr(self, name) not in (*known, None):
-                raise InputError(
-                    f"Precision: {name} = {getattr(self, name)!r}; known: {', '.join(known)}"
-                )
-        if self.cache_scale not in ("none", "token"):
-            raise InputError(f"Precision: cache_scale = {self.cache_scale!r}; known: none, token")
+        _check_known(self, ("head", "router", "choice"), (*COMPUTE_DTYPES, None))
+        _check_known(self, ("logits", "softmax", "attention_softmax", "lora"), COMPUTE_DTYPES)
+        _check_known(self, ("cache",), (*CACHE_DTYPES, None))
+        _check_known(self, ("activations", "head_activations"), (*EIGHT_BITS, None))
+        _check_known(self, ("cache_scale",), get_args(Scale))
         if self.cache == "int8" and self.cache_scale == "none":
             raise InputError(
                 'Precision: an int8 cache needs cache_scale "token"; without a scale it would hold'
@@ -368,16 +366,9 @@ class Numerics:
     __repr__ = changes
 
     def __post_init__(self):
-        if self.attention not in get_args(Attention):
-            raise InputError(
-                f"Numerics: attention = {self.attention!r}; known: {', '.join(get_args(Attention))}"
-            )
-        for name, known in (("cache_write", CacheWrite), ("row_sums", RowSums)):
-            if getattr(self, name) not in get_args(known):
-                raise InputError(
-                    f"Numerics: {name} = {getattr(self, name)!r}; known:"
-                    f" {', '.join(get_args(known))}"
-                )
+        _check_known(self, ("attention",), get_args(Attention))
+        _check_known(self, ("cache_write",), get_args(CacheWrite))
+        _check_known(self, ("row_sums",), get_args(RowSums))
         if self.family not in FAMILIES:
             hint = did_you_mean(self.family, FAMILIES)
             raise InputError(f"Numerics: unknown kernel family {self.family!r}{hint}")
@@ -401,12 +392,10 @@ class Numerics:
             raise InputError(
                 f"Numerics: kv_block must be a power of two, at least 2, got {self.kv_block}"
             )
-        for name in ("head_rows", "head_gradient_rows"):
+        for name in ("head_rows", "head_gradient_rows", "column_tiles"):
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise InputError(f"Numerics: {name} must be positive, got {count}")
-        if self.column_tiles < 1:
-            raise InputError(f"Numerics: column_tiles must be positive, got {self.column_tiles}")
         if self.expert_capacity is not None and not 0 < self.expert_capacity < float("inf"):
             raise InputError(
                 f"Numerics: expert_capacity must be above 0 and finite, got {self.expert_capacity}"

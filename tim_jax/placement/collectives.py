@@ -35,6 +35,9 @@ _STAGE = 16
 
 
 def _collect(x: jax.Array, names: Names, axis: int) -> jax.Array:
+    """The parts of all devices along `names`, joined; x itself without names."""
+    if not names:
+        return x
     for groups in stages(jax.lax.axis_size(names), _STAGE):
         x = jax.lax.all_gather(x, names, axis=axis, tiled=True, axis_index_groups=groups)
     return x
@@ -61,10 +64,12 @@ def stages(count: int, most: int) -> list[list[list[int]] | None]:
 
 
 def _reduce(x: jax.Array, names: Names, axis: int) -> jax.Array:
-    """This device's part of the sum over devices, float32.
+    """This device's part of the sum over devices, float32; x itself without names.
 
     The parts are sent in their own dtype and widened where they are added.
     """
+    if not names:
+        return x
     x = jnp.moveaxis(x, axis, 0)
     parts = x.reshape(jax.lax.axis_size(names), -1, *x.shape[1:])
     parts = jax.lax.all_to_all(parts, names, split_axis=0, concat_axis=0)
@@ -90,17 +95,19 @@ def total(x: jax.Array, names: Names) -> jax.Array:
     return _collect(part, names, 0)[: flat.size].reshape(x.shape)
 
 
+def _gather(x: jax.Array, names: Names, axis: int) -> jax.Array:
+    """`_collect`, differentiable."""
+    return _collected(x, names, axis) if names else x
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(x, names, axis):
+def _collected(x, names, axis):
     return _collect(x, names, axis)
 
 
-def _gather_backward(names, axis, dtype, cotangent):
-    return (_reduce(cotangent, names, axis).astype(dtype.dtype),)
-
-
-_gather.defvjp(
-    lambda x, names, axis: (_collect(x, names, axis), jnp.zeros((0,), x.dtype)), _gather_backward
+_collected.defvjp(
+    lambda x, names, axis: (_collect(x, names, axis), jnp.zeros((0,), x.dtype)),
+    lambda names, axis, like, cotangent: (_reduce(cotangent, names, axis).astype(like.dtype),),
 )
 
 
@@ -110,8 +117,7 @@ def gather(x: jax.Array, names: Names, placement: Placement) -> jax.Array:
     For what every device uses differently (such as for its own columns of a product): the transpose
     sums the cotangents of all devices, and each device keeps its part.
     """
-    names = _present(names, placement)
-    return _gather(x, names, x.ndim - 1) if names else x
+    return _gather(x, _present(names, placement), x.ndim - 1)
 
 
 def gather_rows(x: jax.Array, placement: Placement) -> jax.Array:
@@ -119,8 +125,7 @@ def gather_rows(x: jax.Array, placement: Placement) -> jax.Array:
 
     As in `gather`, every device uses them differently: the transpose sums over the group.
     """
-    names = _present(("tensor",), placement)
-    return _gather(x, names, 0) if names else x
+    return _gather(x, _present(("tensor",), placement), 0)
 
 
 def tensor_whole(x: jax.Array, placement: Placement) -> jax.Array:
@@ -128,7 +133,7 @@ def tensor_whole(x: jax.Array, placement: Placement) -> jax.Array:
 
     Not for differentiation: their cotangents would be copies of one, not parts of a sum.
     """
-    return _collect(x, ("tensor",), x.ndim - 1) if placement.tensor > 1 else x
+    return _collect(x, _present(("tensor",), placement), x.ndim - 1)
 
 
 def rows_for_columns(x: jax.Array, placement: Placement, *, axis: str = "tensor") -> jax.Array:
@@ -170,41 +175,31 @@ def family(numerics: Numerics, placement: Placement) -> Kernels:
 
 
 def matrix(weight: jax.Array, *, numerics: Numerics, placement: Placement) -> jax.Array:
-    """The weight as the kernels of `family` take it: this device's part, or gathered over fsdp.
-
-    A weight gathered here is kept for the backward, unless the layer is recomputed (`remat`).
-    """
-    names = _present(RULES["in"], placement)
-    if isinstance(kernels.family(numerics), Composed) or not names:
-        return weight
-    return _gather(weight, names, weight.ndim - 2)
+    """The weight as the kernels of `family` take it: this device's part, or its `stack`."""
+    return weight if isinstance(kernels.family(numerics), Composed) else stack(weight, placement)
 
 
 def stack(weight: jax.Array, placement: Placement) -> jax.Array:
-    """The whole of matrices [H, K, M] of a layer, of this device's rows of each.
+    """The whole of a layer's matrices [..., K, M], of this device's rows of each.
 
     Kept for the backward, unless the layer is recomputed (`remat`).
     """
-    names = _present(RULES["in"], placement)
-    return _gather(weight, names, weight.ndim - 2) if names else weight
+    return _gather(weight, _present(RULES["in"], placement), weight.ndim - 2)
 
 
 def whole_matrix(weight: jax.Array, placement: Placement) -> jax.Array:
     """The matrices [..., K, M] of this device's rows, [..., K / fsdp, M]. Not differentiable."""
-    names = _present(RULES["in"], placement)
-    return _collect(weight, names, weight.ndim - 2) if names else weight
+    return _collect(weight, _present(RULES["in"], placement), weight.ndim - 2)
 
 
 def own_rows(sums: jax.Array, placement: Placement) -> jax.Array:
     """The transpose of `whole_matrix`: this device's rows of sums over fsdp, float32."""
-    names = _present(RULES["in"], placement)
-    return _reduce(sums, names, sums.ndim - 2) if names else sums
+    return _reduce(sums, _present(RULES["in"], placement), sums.ndim - 2)
 
 
 def group_rows(x: jax.Array, placement: Placement, *, axis: str = "expert") -> jax.Array:
     """The rows x [N, ...] of all devices along a mesh axis, in order. Not differentiable."""
-    names = _present((axis,), placement)
-    return _collect(x, names, 0) if names else x
+    return _collect(x, _present((axis,), placement), 0)
 
 
 def own_group_rows(sums: jax.Array, placement: Placement) -> jax.Array:
@@ -268,8 +263,7 @@ def sum_copies(gradients: Any, axes: Any, placement: Placement) -> Any:
     """Gradients summed over the mesh axes along which their weights are copies of each other."""
 
     def leaf(x: jax.Array, axes: Axes) -> jax.Array:
-        names = _present(missing(axes), placement)
-        return total(x, names) if names else x
+        return total(x, _present(missing(axes), placement))
 
     return jax.tree.map(leaf, gradients, axes)
 
