@@ -34,15 +34,19 @@ class Kernels(Protocol):
     @property
     def takes_pages(self) -> bool:
         """Whether attention reads keys and values from pages."""
+        ...
 
     def fence(self, x: Any, /) -> Any:
         """`x`, through which the compiler moves nothing."""
+        ...
 
     def dot(self, x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
         """x [N, K] @ weight [K, M] -> float32 [N, M], compute dtype in."""
+        ...
 
     def dots(self, x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
         """x [H, N, K] @ weight [H, K, M] -> float32 [H, N, M], each as `dot`."""
+        ...
 
     def dot_add(
         self,
@@ -54,11 +58,13 @@ class Kernels(Protocol):
         numerics: Numerics,
     ) -> jax.Array:
         """residual [N, M] + (x @ weight + bias), summed in float32, rounded to compute."""
+        ...
 
     def gated_dot(
         self, x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, numerics: Numerics
     ) -> jax.Array:
         """silu(gate) * up of x @ weight [K, 2 M] = (gate, up), rounded to compute [N, M]."""
+        ...
 
     def grouped(
         self,
@@ -77,9 +83,11 @@ class Kernels(Protocol):
         returned for the others means nothing. Tiles without rows come last, and are passed over.
         Without a gradient.
         """
+        ...
 
     def norm(self, x: jax.Array, weight: jax.Array, *, eps: float, numerics: Numerics) -> jax.Array:
         """RMSNorm of x [N, d] with weight float32 [d], rounded to compute."""
+        ...
 
     def project(
         self,
@@ -97,6 +105,7 @@ class Kernels(Protocol):
         Query and key are normed (if `optional` has "q_norm" and "k_norm"), rotated by cos and sin
         [N, D / 2]; the query is scaled by D^-1/2. "bias" is added first, if there is one.
         """
+        ...
 
     def attention(
         self,
@@ -115,21 +124,27 @@ class Kernels(Protocol):
 
         `pages`, for families that take them: see `kernels.attention`. Then without a gradient.
         """
+        ...
 
     def peak(self, x: jax.Array, /) -> jax.Array:
         """Maximum over the last axis of float32 [N, V]."""
+        ...
 
     def exponentials(self, x: jax.Array, peak: jax.Array, *, numerics: Numerics) -> jax.Array:
         """exp(x - peak) of x float32 [N, V] and peak [N]."""
+        ...
 
     def row_sum(self, x: jax.Array, *, numerics: Numerics) -> jax.Array:
         """Sum over the last axis of float32 [N, V]."""
+        ...
 
     def log(self, x: jax.Array, *, numerics: Numerics) -> jax.Array:
         """Natural logarithm of float32 [N]."""
+        ...
 
     def log_normaliser(
         self, x: jax.Array, peak: jax.Array, weights: jax.Array, *, numerics: Numerics
     ) -> jax.Array:
         """log(sum(exp(x - peak))), float32 [N]. `weights` are those exponentials, for families that
         would otherwise compute them twice."""
+        ...

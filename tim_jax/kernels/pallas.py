@@ -314,8 +314,9 @@ class PallasFamily:
 
     def dot(self, x: jax.Array, weight: jax.Array, *, numerics: Numerics) -> jax.Array:
         def forward(x, weight):
+            x, weight = fence((x, weight))
             what = Product("dot", alone, jnp.float32, numerics)
-            return fence(self._columns(*fence((x, weight)), [], what))
+            return fence(self._columns(x, weight, [], what))
 
         call = jax.custom_vjp(forward)
         call.defvjp(lambda x, weight: (forward(x, weight), (x, weight)), native.dot_backward)

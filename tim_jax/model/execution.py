@@ -82,6 +82,7 @@ class Edit(Protocol):
 
     def weights(self, weights: Weights) -> Weights:
         """The weights in that form."""
+        ...
 
 
 @dataclass(frozen=True)

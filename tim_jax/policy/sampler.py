@@ -97,7 +97,7 @@ def sample(
     if limit > 1:
         block = numerics.kv_block
         blocks = -(-prompts.tokens.shape[1] // block)
-        pool = pages and Pool(prompts.tokens.shape[0] * blocks, blocks, pages, block)
+        pool = Pool(prompts.tokens.shape[0] * blocks, blocks, pages, block) if pages else None
         order = jnp.arange(count, dtype=jnp.int32) if order is None else order
         queue = Queue(
             order=order,
