@@ -147,7 +147,7 @@ def folded(table: str) -> str:
 
 def table(title: str, record: dict[str, Any]) -> list[str]:
     """The main table of a record, folded."""
-    body = ablation.to_markdown(record, every_metric=False, profiles=False).rstrip()
+    body = ablation.to_markdown(record, whole=False).rstrip()
     return [f'<details markdown="1"><summary>{title}</summary>', "", body, "", "</details>"]
 
 

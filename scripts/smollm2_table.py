@@ -213,7 +213,7 @@ def sources(
         print(result.case, result.metrics["log_ratio_abs_mean"], flush=True)
         order = {arm.name: number for number, arm in enumerate(cases(SOURCES))}
         record = {"cases": sorted(made.values(), key=lambda one: order[one["case"]])}
-        table = ablation.to_markdown(record, every_metric=False, profiles=False)
+        table = ablation.to_markdown(record, whole=False)
         write(f"sources {dtype}", f"{about}\n\n{table.rstrip()}")
 
 

@@ -397,10 +397,8 @@ class Router(Part):
 
     name = "router"
     field = "router"
+    of_mixtures = True
     imitates = "a router in float32 in one engine, and in the compute dtype in the other"
-
-    def check(self, execution: Execution) -> None:
-        self.need_mixture(execution)
 
 
 class ExpertChoice(Part):
@@ -411,10 +409,8 @@ class ExpertChoice(Part):
 
     name = "expert_choice"
     field = "choice"
+    of_mixtures = True
     imitates = "no system: of a router in another dtype, the part that is the choice"
-
-    def check(self, execution: Execution) -> None:
-        self.need_mixture(execution)
 
 
 @dataclass(frozen=True)
@@ -433,13 +429,11 @@ class ExpertOrder(Entry):
         "index, compute: the eager loop over experts of `transformers`; choice, compute: vLLM's"
         " kernel moe_sum (SGLang's adds up in float32, as here)"
     )
+    of_mixtures = True
 
     def __post_init__(self):
         self.need_choice("order", ("choice", "index"))
         self.need_choice("accumulate", ("float32", "compute"))
-
-    def check(self, execution: Execution) -> None:
-        self.need_mixture(execution)
 
     def numerics(self, numerics: Numerics) -> Numerics:
         order = replace(numerics.order, experts=self.order, experts_sum=self.accumulate)
@@ -466,14 +460,12 @@ class ExpertCapacity(Entry):
     no_control = (
         "what an expert leaves out depends on the rows of a forward, and a learner's has others"
     )
+    of_mixtures = True
 
     def __post_init__(self):
         self.need_number("factor", least=0.0)
         if self.factor == 0:
             raise self.refuse("factor must be above 0; large ones leave nothing out")
-
-    def check(self, execution: Execution) -> None:
-        self.need_mixture(execution)
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics, expert_capacity=self.factor)

@@ -24,6 +24,7 @@ class Entry:
     imitates: ClassVar[str] = ""
     reports: ClassVar[bool] = False  # has `reported`
     repeatable: ClassVar[bool] = False  # may stand in a dial more than once
+    of_mixtures: ClassVar[bool] = False  # a dense model is refused
     # A control has the entry's effect on what is sampled, but no mismatch: the learner has the
     # entry as well. These are the exceptions.
     only_reports: ClassVar[bool] = False  # changes no token, so that a control leaves it out
@@ -42,6 +43,8 @@ class Entry:
 
     def check(self, execution: Execution) -> None:
         """Raises InputError, naming this entry, if a sampler of this execution cannot have it."""
+        if self.of_mixtures and not execution.config.num_experts:
+            raise self.refuse("needs a mixture of experts; this model has none")
 
     def numerics(self, numerics: Numerics) -> Numerics:
         """The sampler's numerics."""
@@ -77,11 +80,6 @@ class Entry:
         if not least <= value < float("inf") or (most is not None and value > most):
             bounds = f"at least {least}" if most is None else f"between {least} and {most}"
             raise self.refuse(f"{argument} must be {bounds}, got {value}")
-
-    def need_mixture(self, execution: Execution) -> None:
-        """Refuses a dense model."""
-        if not execution.config.num_experts:
-            raise self.refuse("needs a mixture of experts; this model has none")
 
     def need_choice(self, argument: str, choices: tuple[str, ...]) -> None:
         """Refuses a value that is not one of `choices`."""

@@ -13,9 +13,15 @@ from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.run import grading, sources
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.study import bound, measurement
+from tim_jax.instruments.study import gradient, measurement
 from tim_jax.instruments.study.definition import GradientStudy
-from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE, Measuring, project
+from tim_jax.instruments.study.gradient import (
+    BYPASS,
+    RECOMPUTE,
+    Measuring,
+    bound_constants,
+    project,
+)
 from tim_jax.instruments.study.measurement import Trained
 from tim_jax.model import calibration
 from tim_jax.policy import scoring
@@ -180,15 +186,15 @@ def test_a_source_that_the_model_cannot_have_is_refused_before_training(policy):
 
 @pytest.mark.slow
 def test_the_constants_of_the_theorem(measuring, monkeypatch):
-    found = bound.constants(measuring, mismatch.build([INT4]), states=3)
+    found = bound_constants(measuring, mismatch.build([INT4]), states=3)
     assert 0.0 < found["variation_mean"] <= found["variation_largest"] < 1.0
     expected = 2.0 * found["score_norm"] * found["variation_largest"] * found["longest"] ** 2
     assert found["bound"] == pytest.approx(expected)
     # The norms are of the exact sampler's states, whatever it is compared with.
     norms = np.array([found["score_norm"]])
-    monkeypatch.setattr(bound, "score_norms", lambda *_, **__: norms)
-    assert "bound" not in bound.constants(measuring, mismatch.build([REPORT]), states=3)
-    same = bound.constants(measuring, mismatch.EXACT, states=3)
+    monkeypatch.setattr(gradient, "score_norms", lambda *_, **__: norms)
+    assert "bound" not in bound_constants(measuring, mismatch.build([REPORT]), states=3)
+    same = bound_constants(measuring, mismatch.EXACT, states=3)
     assert same["variation_largest"] == same["bound"] == 0.0
 
 

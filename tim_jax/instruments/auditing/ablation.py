@@ -222,17 +222,15 @@ def to_json(record: Mapping[str, Any]) -> str:
     return pages.as_json(record, indent=1)
 
 
-def to_markdown(
-    record: Mapping[str, Any], *, every_metric: bool = True, profiles: bool = True
-) -> str:
-    """Tables of a record: the main metrics by case, and if wanted the profiles and all metrics."""
+def to_markdown(record: Mapping[str, Any], *, whole: bool = True) -> str:
+    """Tables of a record: the main metrics by case, and with `whole` profiles and all metrics."""
     cases = record["cases"]
     rows = [[_name(case), *(_short(case["metrics"][name]) for name in MAIN)] for case in cases]
     lines = pages.markdown(["sampler", *MAIN.values()], rows, numbers=True)
-    for profile, title in PROFILES.items() if profiles else ():
+    for profile, title in PROFILES.items() if whole else ():
         lines += ["", f"Mean |d| by {title}; under each bin, the baseline's tokens:", ""]
         lines += _profile(cases, profile)
-    if every_metric:
+    if whole:
         lines += ["", "Every metric (`tim_jax.metrics.mismatch_metrics`):", ""]
         names = list(cases[0]["metrics"])
         rows = [[f"`{n}`", *(_short(case["metrics"][n]) for case in cases)] for n in names]

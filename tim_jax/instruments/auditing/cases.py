@@ -17,7 +17,6 @@ from tim_jax.model.rope import RopeConfig
 from tim_jax.model.weights import Kind, Params, tree
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
-from tim_jax.rl.rules import Turns
 from tim_jax.tasks.episodes import Outcome, Turn
 
 _STOPS = 24  # one token in this many of the vocabulary ends a response
@@ -91,19 +90,11 @@ class Episodes:
     """
 
     turns: int = 8
-    max_tokens: int = 5  # of a turn
+    max_tokens: int = 5  # of a turn, and at most those of the case's sampling
     reply: int = 10
     batching: Batching = ALL_AT_ONCE
     placement: Placement = SINGLE
     score: Score = Score()
-
-    def limits(self, sampling: Sampling) -> Turns:
-        """Of its turns, whose tokens are at most those of `sampling`."""
-        return Turns(self.turns, min(self.max_tokens, sampling.max_tokens))
-
-    def environment(self, config: ModelConfig) -> "Replies":
-        """What replies."""
-        return Replies(self.reply, config.vocab_size)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tim_jax.instruments.auditing.cases import (
     Again,
     Case,
     Episodes,
+    Replies,
     Score,
     Sizes,
     standard_cases,
@@ -35,6 +36,7 @@ from tim_jax.objectives import Objective
 from tim_jax.placement import Placement
 from tim_jax.rl import episodes, programs
 from tim_jax.rl.experience import experience
+from tim_jax.rl.rules import Turns
 from tim_jax.rl.types import Carried, Learning
 
 
@@ -162,10 +164,9 @@ def _sample_again(prompts: Prompts, again: Again, sampling: Sampling, bench: _Be
 
 
 def _play(prompts: Prompts, wanted: Episodes, sampling: Sampling, bench: _Bench) -> Rollout:
-    """Episodes of all prompts."""
     compiled = episodes.build(
         bench.execution(sampling, wanted.placement),
-        turns=wanted.limits(sampling),
+        turns=Turns(wanted.turns, min(wanted.max_tokens, sampling.max_tokens)),
         samples=bench.sizes.samples,
         batching=wanted.batching,
     )
@@ -174,7 +175,7 @@ def _play(prompts: Prompts, wanted: Episodes, sampling: Sampling, bench: _Bench)
         prompts,
         jax.random.key(bench.sizes.seed),
         programs=compiled,
-        environment=wanted.environment(bench.config),
+        environment=Replies(wanted.reply, bench.config.vocab_size),
         states=[None] * bench.sizes.prompts,
         text=lambda tokens: "",
     )

@@ -61,9 +61,8 @@ class Evidence(NamedTuple):
 
     def take(self, index: np.ndarray) -> "Evidence":
         """The evidence of some tokens; that of sequences stays whole."""
-        fields = self._asdict()
-        end_stop = fields.pop("end_stop")
-        return Evidence(**{name: x[index] for name, x in fields.items()}, end_stop=end_stop)
+        fields = {name: x[index] for name, x in self._asdict().items() if name != "end_stop"}
+        return self._replace(**fields)
 
 
 class Forward(NamedTuple):

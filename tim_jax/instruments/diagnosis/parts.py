@@ -27,7 +27,6 @@ from tim_jax.instruments.diagnosis.explanations import (
     null,
     penalty,
 )
-from tim_jax.instruments.diagnosis.rollouts import Response
 
 _ZERO_BELOW = -0.25  # exact log-prob of a token that no sound engine calls certain
 _NO_LOG_PROB = -20.0  # whole numbers up to here are sentinels
@@ -51,12 +50,10 @@ class Part:
     Attributes:
         tokens: of which it is a part: all, or those on which an explanation was tried.
         places: i64[M], its tokens among them.
-        rows: (response, how many of its tokens), of each response that has any.
     """
 
     tokens: Tokens
     places: np.ndarray
-    rows: tuple[tuple[Response, int], ...]
 
 
 def part_of(tokens: Tokens, inside: np.ndarray) -> Part | None:
@@ -65,9 +62,7 @@ def part_of(tokens: Tokens, inside: np.ndarray) -> Part | None:
     count = int(inside.sum())
     if not count or 2 * count > int((~tokens.hidden).sum()):
         return None
-    numbers, counts = np.unique(tokens.sequence[inside], return_counts=True)
-    rows = tuple((tokens.responses[i], int(n)) for i, n in zip(numbers, counts, strict=True))
-    return Part(tokens, np.flatnonzero(inside), rows)
+    return Part(tokens, np.flatnonzero(inside))
 
 
 def outside(tokens: Tokens, predicted: np.ndarray) -> np.ndarray:

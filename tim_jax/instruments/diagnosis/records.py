@@ -113,8 +113,8 @@ def sentence(verdict: Verdict) -> str:
         )
     if cause:
         return f"This is a fault: {cause}."
-    if verdict.part is not None:
-        count, rows = len(verdict.part.places), len(verdict.part.rows)
+    if (part := verdict.part) is not None:
+        count, rows = len(part.places), len(np.unique(part.tokens.sequence[part.places]))
         whole = int((~verdict.tokens.hidden).sum()), len(verdict.tokens.responses)
         return (
             f"This is a fault: {count:,} of {_count(whole[0], 'token')}, in {rows:,} of"

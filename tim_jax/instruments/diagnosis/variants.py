@@ -148,7 +148,7 @@ def of_all(
     yield from of_requests(forward)
     yield from of_routes(forward)
     yield from of_weights(forward, others)
-    yield from of_prompts(forward, tokenizer, likeliest_first(tokens))
+    yield from of_prompts(forward, tokenizer, tokens)
     yield from of_numerics(forward, sources)
 
 
@@ -346,12 +346,10 @@ def mixed_layers(plain: Weights, rounded: Weights, chosen: np.ndarray) -> Weight
     return {**plain, "layers": jax.tree.map(leaf, plain["layers"], rounded["layers"])}
 
 
-def of_prompts(forward: Forward, tokenizer: Any, best: dict[str, int]) -> Iterator[Variant]:
-    """Variants of what stood before the response.
-
-    Args:
-      best: a response's place -> its likeliest first token, for one that may have been stripped.
-    """
+def of_prompts(forward: Forward, tokenizer: Any, tokens: Tokens) -> Iterator[Variant]:
+    """Variants of what stood before the response; a stripped first token was the likeliest."""
+    first = tokens.evidence.best[tokens.position == 0].tolist()
+    best = dict(zip((r.where for r in tokens.responses), first, strict=True))
     bos = None if tokenizer is None else tokenizer.bos_token_id
 
     def variant(name: str, text: str, change: Change) -> Variant:
@@ -405,9 +403,3 @@ def _encoded(tokenizer: Any, templated: bool) -> Change:
         return None if prompt == response.prompt else replace(response, prompt=prompt)
 
     return change
-
-
-def likeliest_first(tokens: Tokens) -> dict[str, int]:
-    """A response's place -> its likeliest first token."""
-    best = tokens.evidence.best[tokens.position == 0]
-    return {r.where: int(token) for r, token in zip(tokens.responses, best, strict=True)}

@@ -158,7 +158,7 @@ def diagnose(
         tuple(responses),
         gather(forward, responses),
         forward.stop_tokens,
-        forward.execution.config.vocab_size,
+        forward.vocabulary,
         forward.tokenizer_size,
     )
     base = null(tokens)

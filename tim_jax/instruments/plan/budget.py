@@ -54,11 +54,11 @@ def _size(count: float) -> str:
 
 def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
     """What sampling and an update need on one of `devices`."""
-    state, weights = workloads.laid_out(workload, devices)
+    state, weights, base = workloads.laid_out(workload, devices)
     size = workloads.bytes_per_device
     always = {
         "masters": size(state.params),
-        "the adapters' base": workloads.base_bytes(workload, devices),
+        "the adapters' base": size(base),
         "optimiser": size(state) - size(state.params),
         "weights": size(weights),
         "reference": workload.has_reference * (size(state.params) + size(weights)),
@@ -88,12 +88,8 @@ def _widened(execution: Execution, weights: Any, devices: Devices) -> int:
     if devices[0].platform != "cpu" or execution.numerics.compute_dtype == "float32":
         return 0
     narrow = [leaf for leaf in jax.tree.leaves(weights) if leaf.dtype.itemsize == 2]
-    return 2 * workloads.bytes_per_device(narrow) - _embedding(execution, weights) * 2
-
-
-def _embedding(execution: Execution, weights: Any) -> int:
-    """Bytes of the embedding table, of which only rows are read."""
-    return workloads.bytes_per_device(weights["embed"])
+    table = workloads.bytes_per_device(weights["embed"])  # of which only rows are read
+    return 2 * (workloads.bytes_per_device(narrow) - table)
 
 
 def _slots(workload: Workload) -> int:
@@ -217,7 +213,7 @@ def check(workload: Workload, devices: Devices, *, most: int | None = None) -> N
       InputError: one line that says which stage needs how much for what, how much there is, and
         which settings would make it fit.
     """
-    used = tuple(devices[: workload.execution.placement.devices])
+    used = _used(workload, devices)
     most = _shared_capacity(used) if most is None else most
     if most is None:
         return
@@ -237,7 +233,7 @@ def check_sampling(workload: Workload, devices: Devices, helps: str) -> None:
     Raises:
       InputError: one line, as `check`.
     """
-    used = tuple(devices[: workload.execution.placement.devices])
+    used = _used(workload, devices)
     most, need = _shared_capacity(used), needs(workload, used)[0]
     if most is not None and need.total > _MARGIN * most:
         raise InputError(_too_much(need, used, most, helps))
@@ -280,15 +276,10 @@ def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[
     fewer = [
         n for n in range(slots, 0, -1) if workload.sequences % n == 0 and n % where.shards == 0
     ]
-    best = next(
-        (n for n in fewer if _fits_drawing(workload.varied(slots=n), devices, most)),
-        None,
-    )
+    fitting = (n for n in fewer if _fits(workload.varied(slots=n), devices, most, drawing=True))
+    best = next(fitting, None)
     if best is not None and best < slots:
-        yield (
-            f"sampler.slots = {best}",
-            lambda it: it.varied(slots=best),
-        )
+        yield f"sampler.slots = {best}", lambda it: it.varied(slots=best)
     rows = workload.training.rows
     sizes = [n for n in range(workload.training.micro_batch - 1, 0, -1) if rows % n == 0]
     sizes = [n for n in sizes if n % where.shards == 0]
@@ -296,15 +287,9 @@ def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[
     size = next(fitting, sizes[-1] if sizes else None)
     if size is not None:
         key, unit = workload.micro_batch
-        yield (
-            f"{key} = {size * unit}",
-            lambda it: it.with_micro_batch(size),
-        )
+        yield f"{key} = {size * unit}", lambda it: it.with_micro_batch(size)
     if not learning.remat:
-        yield (
-            "learner.remat = true",
-            lambda it: it.varied(remat=True),
-        )
+        yield "learner.remat = true", lambda it: it.varied(remat=True)
     offload = workload.varied(offload=True)
     staying = workload.training.offload or workload.training.kept_weights
     if workloads.offloaded(offload, devices) and not staying:
@@ -315,10 +300,7 @@ def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[
     if spare > 1 and workload.sampler.placement is None:
         wider = replace(where, fsdp=where.fsdp * spare)
         if workload.sequences % wider.shards == 0:
-            yield (
-                f"placement.fsdp = {wider.fsdp}",
-                lambda it: it.varied(placement=wider),
-            )
+            yield f"placement.fsdp = {wider.fsdp}", lambda it: it.varied(placement=wider)
 
 
 def _narrow(workload: Workload) -> Workload:
@@ -326,14 +308,14 @@ def _narrow(workload: Workload) -> Workload:
     return workload.varied(numerics=numerics)
 
 
-def _fits(workload: Workload, devices: Devices, most: int) -> bool:
-    used = tuple(devices[: workload.execution.placement.devices])
-    return all(need.total <= most for need in needs(workload, used))
+def _fits(workload: Workload, devices: Devices, most: int, *, drawing: bool = False) -> bool:
+    """Whether both stages fit; with `drawing` the first alone."""
+    both = needs(workload, _used(workload, devices))
+    return all(need.total <= most for need in both[: 1 if drawing else 2])
 
 
-def _fits_drawing(workload: Workload, devices: Devices, most: int) -> bool:
-    used = tuple(devices[: workload.execution.placement.devices])
-    return needs(workload, used)[0].total <= most
+def _used(workload: Workload, devices: Devices) -> Devices:
+    return tuple(devices[: workload.execution.placement.devices])
 
 
 def _split(workload: Workload, need: Need, devices: Devices, most: int) -> str:

@@ -382,12 +382,19 @@ def bytes_accessed(
     part, the part counts. Kernels (custom calls) are not included. `trips`: see `hlo.visits`.
     `of`: of the instructions alone of which it says so.
     """
-    total = sum(
-        visit.times * _accessed(visit.instruction, visit.computation, module)
-        for visit in hlo.visits(module, trips)
-        if not visit.fused and (of is None or of(visit))
-    )
-    return round(total)
+
+    def accessed(visit: Visit) -> int:
+        if of is not None and not of(visit):
+            return 0
+        return _accessed(visit.instruction, visit.computation, module)
+
+    return _total(module, trips, accessed)
+
+
+def _total(module: Module, trips: Sequence[Times], of: Callable[[Visit], int]) -> int:
+    """The sum over instructions outside fusions, each as often as it runs."""
+    visits = hlo.visits(module, trips)
+    return round(sum(visit.times * of(visit) for visit in visits if not visit.fused))
 
 
 def copies(visit: Visit) -> bool:
@@ -404,27 +411,21 @@ def fills(visit: Visit) -> bool:
 
 def elements_filled(module: Module, trips: Sequence[Times] = ()) -> int:
     """Elements of the arrays of which `fills` says so. `trips`: see `hlo.visits`."""
-    total = sum(
-        visit.times * prod(one.dims)
-        for visit in hlo.visits(module, trips)
-        if fills(visit) and not visit.fused
-        for one in visit.instruction.types
-    )
-    return round(total)
+
+    def elements(visit: Visit) -> int:
+        return sum(prod(one.dims) for one in visit.instruction.types) if fills(visit) else 0
+
+    return _total(module, trips, elements)
 
 
 def launches(module: Module, trips: Sequence[Times] = ()) -> int:
     """How many instructions and kernels run. `trips`: see `hlo.visits`."""
-    total = sum(
-        visit.times
-        for visit in hlo.visits(module, trips)
-        if not visit.fused
-        and (
-            visit.instruction.opcode in ("custom-call", "custom-call-start")
-            or not _is_free(visit.instruction)
-        )
-    )
-    return round(total)
+
+    def launched(visit: Visit) -> bool:
+        kernel = visit.instruction.opcode in ("custom-call", "custom-call-start")
+        return kernel or not _is_free(visit.instruction)
+
+    return _total(module, trips, launched)
 
 
 def _is_free(one: Instruction) -> bool:

@@ -178,7 +178,7 @@ def _instruction(name: str, rest: str, root: bool) -> Instruction:
         for dtype, dims, layout in _TYPE.findall(rest[:end])
     )
     opcode, paren, _ = rest[end:].strip().partition("(")
-    start = rest.index(paren + "", end) if paren else len(rest)
+    start = rest.index("(", end) if paren else len(rest)
     stop = start + _balanced(rest[start:])
     arguments = rest[start + 1 : stop - 1]
     return Instruction(

@@ -51,7 +51,10 @@ def _spread(workload: Workload, devices: Devices) -> Iterator[str]:
         yield f"placement.fsdp = {wider.fsdp}: the slice has devices that nothing lies on"
     merged = replace(where, data=1, fsdp=where.data * where.fsdp)
     if where.data > 1 and _possible(workload, merged):
-        now, then = (_state(workload.varied(placement=one), devices) for one in (where, merged))
+        now, then = (
+            workloads.resident(workload.varied(placement=one), devices, "scoring")
+            for one in (where, merged)
+        )
         yield (
             f"placement.data = 1 with placement.fsdp = {merged.fsdp}: masters and optimiser take"
             f" {then / _GIB:.1f} instead of {now / _GIB:.1f} GiB a device"
@@ -60,9 +63,8 @@ def _spread(workload: Workload, devices: Devices) -> Iterator[str]:
 
 def _possible(workload: Workload, where: Placement) -> bool:
     execution = workload.execution
-    return _takes(execution.config, execution.numerics, where) and (
-        workload.sequences % where.shards == 0
-    )
+    takes = _takes(execution.config, execution.numerics, where)
+    return takes and workload.sequences % where.shards == 0
 
 
 def _takes(config: ModelConfig, numerics: Numerics, where: Placement) -> bool:
@@ -71,10 +73,6 @@ def _takes(config: ModelConfig, numerics: Numerics, where: Placement) -> bool:
     except InputError:
         return False
     return True
-
-
-def _state(workload: Workload, devices: Devices) -> int:
-    return workloads.resident(workload, devices, "scoring")
 
 
 def _of_sampler(workload: Workload, slots: int | None, devices: Devices) -> Iterator[str]:
@@ -231,26 +229,13 @@ def make(
     if workload.scores:
         stages.append(compile_stage(workload, target, "scoring", None, say))
     stages.append(compile_stage(workload, target, "update", None, say))
-    searched: dict[str, Largest] = {}
-    if searching:
-        all_at_once = workload.sampler.batching.slots is None and stages[0].fits
-        key = "learner.prompts_per_step" if all_at_once else "sampler.slots"
-        look = _most_prompts if all_at_once else _most_slots
-        searched[key] = look(workload, target, stages[0], layers, say)
-        key, unit = workload.micro_batch
-        rows = _largest_micro_batch(workload, target, stages[-1], say)
-        searched[key] = replace(rows, count=rows.count * unit)
-    slots = searched.get("sampler.slots")
+    searched = dict(_searches(workload, target, stages, layers, say)) if searching else {}
+    slots = searched["sampler.slots"].count if "sampler.slots" in searched else None
     lines = [
         line
         for stage in stages
         if not stage.fits
-        for line in advice(
-            workload,
-            stage.name,
-            target.devices,
-            slots=slots.count if slots else None,
-        )
+        for line in advice(workload, stage.name, target.devices, slots=slots)
     ]
     return Plan(
         workload=workload,
@@ -325,55 +310,39 @@ def _compiled(workload: Workload, target: Target, name: str, say: Say) -> Compil
     return compiled
 
 
-def _most_prompts(
-    workload: Workload, target: Target, stage: Stage, layers: Layers, say: Say
-) -> Largest:
-    """Prompts per step for which the sampler fits."""
-    step = workload.training.least_prompts
-    allowed = range(step, _MOST_PROMPTS * workload.training.prompts_per_step + 1, step)
+def _searches(
+    workload: Workload, target: Target, stages: Sequence[Stage], layers: Layers, say: Say
+) -> Iterator[tuple[str, Largest]]:
+    """By key: prompts or slots for which the sampler fits, micro-batches for which the update does.
 
-    def total(prompts: int) -> int:
-        return compile_stage(
-            workload.varied(prompts_per_step=prompts), target, "sampler", layers, say
-        ).total
+    Slots are searched where they are set, or where all sequences at once do not fit.
+    """
+    training, batching = workload.training, workload.sampler.batching
 
-    known = {workload.training.prompts_per_step: stage.total}
-    return largest(total, allowed, capacity=target.capacity, known=known)
+    def search(
+        stage: Stage, allowed: Sequence[int], now: int, varied: Callable[[int], Workload]
+    ) -> Largest:
+        own = layers if stage.name == "sampler" else None
 
+        def total(count: int) -> int:
+            return compile_stage(varied(count), target, stage.name, own, say).total
 
-def _most_slots(
-    workload: Workload, target: Target, stage: Stage, layers: Layers, say: Say
-) -> Largest:
-    """Sequences decoded at a time for which the sampler fits."""
-    rows, shards = workload.sequences, workload.training.drawing.placement.shards
-    allowed = [n for n in range(shards, rows + 1, shards) if rows % n == 0]
+        return largest(total, allowed, capacity=target.capacity, known={now: stage.total})
 
-    def total(size: int) -> int:
-        return compile_stage(
-            workload.varied(slots=size),
-            target,
-            "sampler",
-            layers,
-            say,
-        ).total
-
-    known = {workload.sampler.batching.slots or rows: stage.total}
-    return largest(total, allowed, capacity=target.capacity, known=known)
+    if batching.slots is None and stages[0].fits:
+        now, step = training.prompts_per_step, training.least_prompts
+        allowed = range(step, _MOST_PROMPTS * now + 1, step)
+        found = search(stages[0], allowed, now, lambda n: workload.varied(prompts_per_step=n))
+        yield "learner.prompts_per_step", found
+    else:
+        now = batching.slots or workload.sequences
+        allowed = _divisors(workload.sequences, training.drawing.placement.shards)
+        yield "sampler.slots", search(stages[0], allowed, now, lambda n: workload.varied(slots=n))
+    key, unit = workload.micro_batch
+    allowed = _divisors(training.rows, workload.execution.placement.shards)
+    rows = search(stages[-1], allowed, training.micro_batch, workload.with_micro_batch)
+    yield key, replace(rows, count=rows.count * unit)
 
 
-def _largest_micro_batch(workload: Workload, target: Target, stage: Stage, say: Say) -> Largest:
-    """Sequences per forward and backward for which the update fits."""
-    rows, shards = workload.training.rows, workload.execution.placement.shards
-    allowed = [n for n in range(shards, rows + 1, shards) if rows % n == 0]
-
-    def total(size: int) -> int:
-        return compile_stage(
-            workload.with_micro_batch(size),
-            target,
-            "update",
-            None,
-            say,
-        ).total
-
-    known = {workload.training.micro_batch: stage.total}
-    return largest(total, allowed, capacity=target.capacity, known=known)
+def _divisors(count: int, step: int) -> list[int]:
+    return [n for n in range(step, count + 1, step) if count % n == 0]

@@ -169,7 +169,8 @@ def sampling(workload: Workload, devices: Devices) -> Program:
         devices=laid.devices,
         mismatch=workload.sampler.mismatch,
     )
-    arguments = (laid.weights, laid.prompts, laid.key)
+    key = laid.whole(jax.eval_shape(lambda: jax.random.key(0)))
+    arguments = (laid.weights, laid.prompts, key)
     return Program("sampler", program, arguments, decode_steps(workload))
 
 
@@ -260,15 +261,13 @@ def offloaded(workload: Workload, devices: Devices) -> bool:
     return workload.training.offload and devices[0].platform != "cpu"
 
 
-def laid_out(workload: Workload, devices: Devices) -> tuple[Tree, Tree]:
-    """Shapes of the learner's state and weights, with their shardings."""
+def laid_out(workload: Workload, devices: Devices) -> tuple[Tree, Tree, Tree]:
+    """Shapes of the learner's state and weights, and of its adapters' base, with their shardings.
+
+    The base is None without adapters, and taken to be in the compute dtype.
+    """
     laid = _Laid(workload, workload.execution, devices)
-    return laid.state, laid.weights
-
-
-def base_bytes(workload: Workload, devices: Devices) -> int:
-    """Bytes on a device of the base of adapters, taken to be in the compute dtype."""
-    return bytes_per_device(_Laid(workload, workload.execution, devices).base)
+    return laid.state, laid.weights, laid.base
 
 
 def weight_bytes(workload: Workload) -> int:
@@ -317,10 +316,6 @@ class _Laid:
         return programs.build(training, self.devices)
 
     @property
-    def trained(self) -> Tree:
-        return adapters.trained_shapes(self.execution.config, self.execution.lora)
-
-    @property
     def base(self) -> Tree:
         """Of adapters. Its dtype is that of the checkpoint, which is not read here."""
         if self.execution.lora is None:
@@ -352,12 +347,9 @@ class _Laid:
 
     @property
     def state(self) -> Tree:
-        state = jax.eval_shape(self.workload.training.init, self.trained)
+        trained = adapters.trained_shapes(self.execution.config, self.execution.lora)
+        state = jax.eval_shape(self.workload.training.init, trained)
         return self._on(state, self._layout.state)
-
-    @property
-    def key(self) -> Tree:
-        return self.whole(jax.eval_shape(lambda: jax.random.key(0)))
 
     @property
     def prompts(self) -> Prompts:
@@ -382,22 +374,22 @@ class _Laid:
     @property
     def _rollout(self) -> Rollout:
         rows, length = self.workload.sequences, self.execution.sampling.max_tokens
+        config, prompt_length = self.execution.config, self.workload.prompt_length
+        routes = None
+        if self.execution.routing != "own":
+            of_token = config.expert_layers, config.num_experts_per_tok
+            routes = _shape(
+                (rows, prompt_length + length, *of_token), route_dtype(config.num_experts)
+            )
         return Rollout(
-            prompts=_shape((rows, self.workload.prompt_length), jnp.int32),
+            prompts=_shape((rows, prompt_length), jnp.int32),
             prompt_lengths=_shape((rows,), jnp.int32),
             responses=_shape((rows, length), jnp.int32),
             lengths=_shape((rows,), jnp.int32),
             log_probs=_shape((rows, length), jnp.float32),
             finished=_shape((rows,), jnp.bool_),
-            routes=self._routes(rows, self.workload.prompt_length + length),
+            routes=routes,
         )
-
-    def _routes(self, rows: int, length: int) -> Any:
-        config = self.execution.config
-        if self.execution.routing == "own":
-            return None
-        shape = rows, length, config.expert_layers, config.num_experts_per_tok
-        return _shape(shape, route_dtype(config.num_experts))
 
 
 def _shape(shape, dtype, sharding=None) -> Any:

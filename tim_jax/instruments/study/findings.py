@@ -19,6 +19,7 @@ from tim_jax.instruments.study.definition import CONTROL, GradientStudy
 from tim_jax.instruments.study.gradient import RECOMPUTE
 from tim_jax.instruments.study.measurement import Estimate, estimate, estimators
 
+Record = Mapping[str, Any]
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
 _DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])
 _MOST_POINTS = 24_000  # of all lines of a page, which bounds its size
@@ -180,11 +181,18 @@ def _finished(chart: Any, title: str) -> Any:
     )
 
 
-def intervals(rows: list[dict[str, Any]], *, title: str, x: str, y: str, names: list[str]) -> Any:
-    """Points with error bars: rows {y, arm, value, low, high}, `names` the arms in their order."""
+def intervals(
+    found: Sequence[tuple[str, str, Estimate]], *, title: str, x: str, names: list[str]
+) -> Any:
+    """Estimates by source and arm, with bars of two standard errors; `names`: the arms in order."""
     alt = altair()
+    rows = [
+        {"y": source, "arm": arm, "value": of.value}
+        | {"low": of.value - 2.0 * of.error, "high": of.value + 2.0 * of.error}
+        for source, arm, of in found
+    ]
     base = alt.Chart(alt.Data(values=rows)).encode(
-        y=alt.Y("y:N", title=y, sort=None),
+        y=alt.Y("y:N", title="source", sort=None),
         yOffset=alt.YOffset("arm:N", sort=names),
         color=_scales(alt, names)["color"],
     )
@@ -197,10 +205,20 @@ def intervals(rows: list[dict[str, Any]], *, title: str, x: str, y: str, names: 
     return _finished(alt.layer(bars, points), title).properties(height=height)
 
 
-def plane(rows: list[dict[str, Any]], *, title: str, x: str, y: str, names: list[str]) -> Any:
-    """Points {x, y, arm, label} on logarithmic axes; all must be above 0."""
-    alt = altair()
-    points = _logarithmic(alt, rows, x, y, names).mark_point(filled=True, size=70)
+def plane(records: Sequence[Record], names: list[str], *, title: str) -> Any:
+    """Bias and variance of every remedy under every source, on logarithmic axes."""
+    alt, rows = altair(), []
+    for record in records:
+        for name in names:
+            bias, variance = estimate(record, name, "bias"), estimate(record, name, "variance")
+            x = max(bias.value, bias.error)
+            if x > 0 and variance.value > 0:
+                rows.append({"x": x, "y": variance.value, "arm": name, "label": record["source"]})
+    axes = (
+        "squared bias / exact square (what is below its error is drawn there)",
+        "variance / exact square, of one batch",
+    )
+    points = _logarithmic(alt, rows, *axes, names).mark_point(filled=True, size=70)
     shape = alt.Shape("arm:N", scale=alt.Scale(domain=names), legend=None)
     return _finished(points.encode(shape=shape), title).properties(height=2 * _HEIGHT)
 
@@ -213,20 +231,19 @@ def _logarithmic(alt: Any, rows: list[dict[str, Any]], x: str, y: str, names: li
     )
 
 
-def growth(rows: list[dict[str, Any]], *, title: str, x: str, y: str, names: list[str]) -> Any:
+def growth(rows: list[dict[str, Any]], names: list[str], *, title: str) -> Any:
     """Lines {x, y, arm, kind} on logarithmic axes; what is not "measured" is dashed."""
-    alt = altair()
+    alt, axes = altair(), ("longest response T, tokens", "norm of the bias")
     kinds = sorted({row["kind"] for row in rows}, key=lambda kind: kind != "measured")
     dash = alt.StrokeDash(
         "kind:N",
         scale=alt.Scale(domain=kinds, range=list(_DASHES[: len(kinds)])),
         legend=alt.Legend(title=None, orient="bottom"),
     )
-    chart = _logarithmic(alt, rows, x, y, names).mark_line(point=True).encode(strokeDash=dash)
+    chart = _logarithmic(alt, rows, *axes, names).mark_line(point=True).encode(strokeDash=dash)
     return _finished(alt.layer(chart), title).properties(height=2 * _HEIGHT)
 
 
-Record = Mapping[str, Any]
 # Every metric, and which mode's ratio it is taken of: the first ones compare trainer and rollout.
 METRICS = {
     "log_ratio_abs_mean": "mean abs d",
@@ -349,46 +366,23 @@ def _figures(records: Sequence[Record]) -> dict[str, Any]:
     both = "Bias and variance of every remedy"
     return {
         bias: intervals(
-            [_interval(r["source"], n, estimate(r, n, "bias")) for r in records for n in names],
+            [(r["source"], name, estimate(r, name, "bias")) for r in records for name in names],
             title=bias,
             x="squared bias / square of the exact gradient, two standard errors",
-            y="source",
             names=names,
         ),
         signs: intervals(
             [
-                _interval(r["source"], sign, Estimate(*r["signs"][sign]["bias"]))
+                (r["source"], sign, Estimate(*r["signs"][sign]["bias"]))
                 for r in records
                 for sign in ("positive", "negative")
             ],
             title=signs,
             x="squared bias / square of the part, two standard errors",
-            y="source",
             names=["positive", "negative"],
         ),
-        both: plane(
-            [row for r in records for row in _plane_rows(r, names)],
-            title=both,
-            x="squared bias / exact square (what is below its error is drawn there)",
-            y="variance / exact square, of one batch",
-            names=names,
-        ),
+        both: plane(records, names, title=both),
     }
-
-
-def _interval(place: str, arm: str, of: Estimate) -> dict[str, Any]:
-    ends = {"low": of.value - 2.0 * of.error, "high": of.value + 2.0 * of.error}
-    return {"y": place, "arm": arm, "value": of.value} | ends
-
-
-def _plane_rows(record: Record, names: Sequence[str]) -> list[dict[str, Any]]:
-    rows = []
-    for name in names:
-        bias, variance = estimate(record, name, "bias"), estimate(record, name, "variance")
-        x = max(bias.value, bias.error)
-        if x > 0 and variance.value > 0:
-            rows.append({"x": x, "y": variance.value, "arm": name, "label": record["source"]})
-    return rows
 
 
 def _horizons(records: Sequence[Record]) -> Findings:
@@ -410,9 +404,7 @@ def _horizons(records: Sequence[Record]) -> Findings:
     head = ["horizon", "source", "T", "squared bias / exact square", "bias, norm"]
     head += ["B, largest score", "D, largest variation", "2 B D T^2"]
     title = "The gradient's error against the length"
-    figure = growth(
-        points, title=title, x="longest response T, tokens", y="norm of the bias", names=names
-    )
+    figure = growth(points, names, title=title)
     tables = [Table("The gradient's error and the bound", head, rows)]
     return Findings([_slopes(records, names)], tables, {title: figure} if points else {})
 

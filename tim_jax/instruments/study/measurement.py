@@ -22,9 +22,15 @@ from tim_jax.app.run import assembly, folders, grading, sources
 from tim_jax.app.run.loggers import JsonLines, read_lines
 from tim_jax.app.run.sources import Model
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.study import bound
 from tim_jax.instruments.study.definition import EXACT, WHOLE, GradientStudy, merged
-from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE, Batches, Bench, Measuring
+from tim_jax.instruments.study.gradient import (
+    BYPASS,
+    RECOMPUTE,
+    Batches,
+    Bench,
+    Measuring,
+    bound_constants,
+)
 from tim_jax.model.execution import Execution
 from tim_jax.rl.types import Learning
 
@@ -207,7 +213,7 @@ def measure(
                 other = measuring.batches(study.dial(source), kept=kept and kept / source)
                 record = {"horizon": name, "source": source} | _record(exact, other)
                 if study.horizon:
-                    record |= bound.constants(measuring, study.dial(source), states=study.states)
+                    record |= bound_constants(measuring, study.dial(source), states=study.states)
                 lines.write(0, record)
                 yield record
     finally:

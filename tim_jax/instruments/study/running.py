@@ -76,15 +76,10 @@ class Stated:
     def runs(self) -> tuple[Planned, ...]:
         """Seed by seed, so that a study that is cut short has whole comparisons."""
         return tuple(
-            Planned(arm.name, seed, run_folder(self.folder, arm.name, seed))
+            Planned(arm.name, seed, self.folder / "runs" / arm.name / f"seed-{seed}")
             for seed in self.seeds
             for arm in self.arms
         )
-
-
-def run_folder(folder: Path, arm: str, seed: int) -> Path:
-    """Where a run of a study lies."""
-    return folder / "runs" / arm / f"seed-{seed}"
 
 
 def state(study: Any, arms: Sequence[Arm], folder: Path, *, seeds: Sequence[int]) -> Stated:
@@ -207,7 +202,6 @@ def _start(one: Planned, arm: Arm, study: Path) -> tuple[subprocess.Popen, IO]:
 
 
 def _command(path: Path) -> list[str]:
-    """What trains by a config's file."""
     return [sys.executable, "-m", "tim_jax", "train", str(path)]
 
 
@@ -226,7 +220,6 @@ def _ended(one: Planned, status: int) -> str:
 
 
 def _last_line(one: Planned) -> str:
-    """What a run said last."""
     log = one.folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
     lines = log.strip().splitlines()
     return lines[-1] if lines else ""
