@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax
 import tiny
@@ -58,7 +59,7 @@ ENTRIES = {
 }
 
 
-def entry(name, **arguments):
+def entry(name, **arguments) -> Any:  # each name has a class of its own
     return mismatch.build([{"name": name, **arguments}]).entries[0]
 
 

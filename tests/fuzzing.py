@@ -38,6 +38,7 @@ from tim_jax.app.jobs import assembling, audit, measuring, models, planning, stu
 from tim_jax.app.run import assembly, folders, signals, sources
 from tim_jax.common.errors import ENDINGS, InputError
 from tim_jax.instruments.study import report, running
+from tim_jax.instruments.study.definition import Study
 from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE
 from tim_jax.instruments.study.measurement import Compared
 from tim_jax.model import calibration, hf
@@ -324,6 +325,7 @@ def _furnish_studies(folder: Path) -> None:
     (folder / "study.toml").write_text(lines(STUDY))
     (folder / "gradient.toml").write_text(lines(GRADIENT))
     study, base = running.read(folder / "study.toml"), toml.read_toml(folder / "good.toml")
+    assert isinstance(study, Study)
     stated = studies.stated(study, base, folder / "study", source="study.toml")
     configs = {arm.name: toml.dump(arm.config(0, Path("made"))) for arm in stated.arms}
     for run in stated.runs:

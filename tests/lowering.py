@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,8 +179,8 @@ class _Attention:
     def gradient(self, query, key, value, positions, *, cotangent, **options):
         """Of queries, keys and values."""
 
-        def attend(*arrays):
-            return self(*arrays, positions, aligned=True, **options)
+        def attend(query, key, value):
+            return self(query, key, value, positions, aligned=True, **options)
 
         return jax.vjp(attend, query, key, value)[1](cotangent)
 
@@ -250,7 +251,10 @@ def _projections(sizes: _Attention):
 
 def programs(numerics: Numerics, *, config: ModelConfig = CONFIG, batch: int = 3):
     """Name -> (function, shapes) of a whole sampler and of a learner's gradient."""
-    shape = jax.ShapeDtypeStruct
+
+    def shape(*of) -> Any:  # in the place of an array
+        return SHAPE(*of)
+
     fitted = fitting.fitted(config, numerics)
     execution = Execution(config, fitted, Sampling(96, top_p=0.9))
     weights = jax.eval_shape(execution.prepare, parameter_shapes(config))

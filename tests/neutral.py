@@ -125,7 +125,8 @@ def of_steps(wrap, *_):
     def step(reference):
         def run(share):
             transform = schedules.scale_by_root_ess(reference=reference)
-            return transform.update(jnp.ones(2), None, effective_sample_size=share)[0]
+            state = transform.init(jnp.ones(2))
+            return transform.update(jnp.ones(2), state, effective_sample_size=share)[0]
 
         return wrap(run)(jnp.float32(reference))
 

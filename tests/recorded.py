@@ -50,6 +50,12 @@ def diagnosed(rows, sources=(), default=PLAIN, **options):
     return verdict.diagnose(found.responses, forward(), sources=sources, **options)
 
 
+def best_of(found: verdict.Verdict) -> verdict.Judged:
+    """The explanation that is taken, which there is."""
+    assert found.best is not None
+    return found.best
+
+
 def with_log_probs(rows, change):
     """The rows with `change(log-probs f64[n])` in place of their log-probs."""
     changed = [np.minimum(change(np.asarray(row["logprobs"])), 0.0).tolist() for row in rows]

@@ -7,6 +7,8 @@ arXiv:2309.00071; mixtures of experts, arXiv:1701.06538; latent attention, arXiv
 plain form, with a key for every head; the Llama 3.1, Qwen2, Qwen3 and DeepSeek-V3 reports.
 """
 
+from typing import Any
+
 import numpy as np
 
 
@@ -209,7 +211,7 @@ def _normed(x, weight, eps):
     return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * weight
 
 
-def _float64(tree):
+def _float64(tree) -> Any:
     if isinstance(tree, dict):
         return {name: _float64(leaf) for name, leaf in tree.items()}
     return np.asarray(tree).astype(np.float64)

@@ -5,6 +5,7 @@ import json
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import studies
 from tim_jax.instruments.study import running
+from tim_jax.instruments.study.definition import Study
 
 CACHE = '{ name = "kv_cache", dtype = "float8_e4m3fn" }'
 FILE = f"""
@@ -26,6 +27,7 @@ def stated(file, text=None):
     if text is not None:
         file.write_text(text)
     one = running.read(file)
+    assert isinstance(one, Study)
     base = toml.read_toml(file.parent / one.base)
     return studies.stated(one, base, file.parent / "study", source=str(file))
 

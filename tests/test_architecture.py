@@ -3,6 +3,7 @@
 import ast
 from functools import cache
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 from rooms import ROW, WINGS
@@ -131,7 +132,7 @@ def test_own_modules_are_imported_at_the_top():
             assert not inside, f"{name}.{function.name} imports {inside}"
 
 
-def reads_environment(node):
+def reads_environment(node) -> TypeGuard[ast.Attribute | ast.Name]:
     names = ("environ", "getenv", "putenv")
     return (isinstance(node, ast.Attribute) and node.attr in names) or (
         isinstance(node, ast.Name) and node.id in names

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import math
 import pkgutil
+from typing import Any
 
 import jax
 import jax.extend
@@ -154,7 +155,11 @@ def selected(function):
 
 
 def token_losses(b):
-    terms = {"kl_coefficient": 0.1, "entropy_coefficient": 0.5, "balance_coefficient": 0.25}
+    terms: dict[str, Any] = {
+        "kl_coefficient": 0.1,
+        "entropy_coefficient": 0.5,
+        "balance_coefficient": 0.25,
+    }
     arrays = {"coefficients": b["coefficients"], "reference_log_probs": b["rollout"]}
     arrays |= {"entropy": b["energies"], "balance": b["energies"], "mask": b["mask"]}
     given = b["train"], b["rollout"], b["advantages"]

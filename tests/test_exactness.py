@@ -363,7 +363,7 @@ def test_episodes_of_several_turns_agree_to_the_bit():
     config = PRESETS["windowed-awkward"]
     sizes = Sizes(prompts=4, samples=3, prompt_length=20, response_length=200)
     plain = plain_sampling(config, sizes)
-    paged = Episodes(8, 12, 90, Batching(slots=5, pages=30), Score(3, loop=True))
+    paged = Episodes(8, 12, 90, Batching(slots=5, pages=30), score=Score(3, loop=True))
     cases = [Case("rows", plain, Episodes(8, 12, 90)), Case("pages", plain, paged)]
     options = {"numerics": (EXACT_BF16,), "cases": cases, "sizes": sizes}
     results = list(audit(random_params(config, 0), config, control=False, **options))

@@ -1,5 +1,7 @@
 """Metrics against float64 NumPy, on quiet, wild and empty batches."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,8 @@ mismatch_metrics = jax.jit(metrics.mismatch_metrics)
 TIS = corrections.scale_by_truncated_ratio("token", lower=0.5, upper=2.0)
 
 
-def draw(seed, spread, rows=12, width=37, empty=True):
+def draw(seed, spread, rows=12, width=37, empty=True) -> tuple[Any, Any, Any]:
+    """Log-probs of trainer and rollout, and their mask, of NumPy, which stands for JAX's arrays."""
     rng = np.random.default_rng(seed)
     train = np.float32(-rng.exponential(size=(rows, width)) * rng.choice([0.01, 1, 6], (rows, 1)))
     rollout = np.float32(train + spread * rng.standard_normal((rows, width)))
@@ -214,7 +217,7 @@ def test_bounds_at_any_level_count_a_token_once():
     mask = jnp.asarray([[True] * 3, [True] * 3, [True, True, False]])
 
     def shares(*blocks):
-        log_ratios = {"old": log_ratio, "current": -log_ratio}
+        log_ratios: dict[corrections.Reads, jax.Array] = {"old": log_ratio, "current": -log_ratio}
         found = corrections.bound_metrics(corrections.chain(*blocks), log_ratios, mask)
         return {name: float(share) for name, share in found.items()}
 
@@ -278,7 +281,7 @@ def test_a_block_whose_bound_moves_or_that_lacks_an_array_is_not_reported():
     log_ratio, mask = jnp.zeros((2, 3)), jnp.ones((2, 3), bool)
     found = corrections.correct(moving, log_ratio=log_ratio, mask=mask).metrics
     assert not any("/" in name or "sequence_weight" in name for name in found)
-    log_ratios = {"old": log_ratio, "current": log_ratio}
+    log_ratios: dict[corrections.Reads, jax.Array] = {"old": log_ratio, "current": log_ratio}
     assert corrections.block_metrics(corrections.kpop(), log_ratios, mask) == {}
     given = {"log_probs": {"old": log_ratio - 1.0, "current": log_ratio - 1.0}}
     found = corrections.block_metrics(corrections.kpop(), log_ratios, mask, **given)
@@ -335,7 +338,7 @@ def test_16_bits_give_the_bits_of_their_values_in_float32(dtype):
 
 def test_integer_masks_are_understood():
     train, rollout, mask = draw(9, 0.1, rows=5, width=9)
-    profiles = [metrics.mismatch_profiles(train, rollout, m) for m in (mask, np.int32(mask))]
+    profiles = [metrics.mismatch_profiles(train, rollout, m) for m in (mask, mask.astype(np.int32))]
     same = jax.tree.map(lambda a, b: np.array_equal(np.asarray(a), np.asarray(b)), *profiles)
     assert all(jax.tree.leaves(same))
     shapes = [jax.eval_shape(mismatch_metrics, train, rollout, m) for m in (mask, np.int32(mask))]
@@ -374,7 +377,7 @@ def test_advantages_of_the_skew_are_by_sequence_or_by_token(shape):
 def test_update_skew_is_equation_5():
     rng = np.random.default_rng(4)
     r = np.float32(np.exp(0.3 * rng.standard_normal((6, 9))))
-    advantages = np.float32([1.0, -1.0, 0.5, -0.5, 0.0, 2.0])
+    advantages = np.asarray([1.0, -1.0, 0.5, -0.5, 0.0, 2.0], np.float32)
     mask = rng.random((6, 9)) < 0.7
     ours = metrics.update_skew(jnp.asarray(r), jnp.asarray(advantages), jnp.asarray(mask))
     c = -(r.astype(np.float64) - 1) * advantages[:, None]

@@ -47,13 +47,17 @@ def test_what_is_written_is_what_is_read(tmp_path):
     first, second, third, turn, whole = collect(readers.read(file), limits=LIMITS).responses
     assert (first.prompt, first.tokens) == ((5, 6), (8, 9))
     assert first.log_probs.tolist() == [-0.5, -1.25]
+    assert second.mask is not None
     assert second.mask.tolist() == [True, False, True]
     assert second.log_probs.tolist()[::2] == [-0.5, -1.25]
     assert (second.ended, second.end, second.version) == ("token", 9, "3")
     assert (second.declared.temperature, second.declared.top_k) == (0.5, 7)
     assert second.declared.shaping == Shaping(repetition=1.5)
+    assert second.supports is not None
     assert second.supports.tolist() == [[8, 1], [-1, -1], [9, -1]]
+    assert second.routes is not None
     assert second.routes.shape == (5, 2, 1)
+    assert third.kept_log_mass is not None
     assert third.kept_log_mass.tolist() == [-0.25, 0.0]
     assert (turn.episode, turn.turn) == ("7", 1)
     assert whole.turns == ((8,), (9,))

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import check_kinds
@@ -287,7 +288,7 @@ def length_decay(
 
 def length_decay_schedule(
     init_value: float, period: int, *, floor: float = 0.1, factor: float = 0.5
-) -> optax.Schedule:
+) -> Callable[[ArrayLike], jax.Array]:
     """Algorithm 1 of arXiv 2602.01826 as a schedule, `step -> rate`, f32[] or of the step's shape.
 
     `step` counts from 0, as optax does, so `period - 1` is the first step with a halved rate:

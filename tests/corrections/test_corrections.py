@@ -3,6 +3,8 @@
 import functools
 import inspect
 import re
+from collections.abc import Hashable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from tim_jax import corrections
 from tim_jax.common.errors import InputError
 from tim_jax.corrections import base, coefficients, correct, ratios
 
+UNTYPED = cast(Any, corrections)  # takes what a type checker would refuse
 REQUIRED = {"trust_region_masking": {"bound": 0.05}}
 CASES = {
     name: corrections.build([{"name": name, **REQUIRED.get(name, {})}])
@@ -46,7 +49,7 @@ CASES = {**CASES, **NORMALISED, **BLOCKS}
 ROW_BY_ROW = [case for case in CASES if not CASES[case].whole_batch]
 
 
-def batch(seed=0, rows=8, width=13, spread=0.2):
+def batch(seed=0, rows=8, width=13, spread=0.2) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     scale = spread * 10.0 ** rng.uniform(-3, 0.3, size=(rows, 1))
     lengths = rng.integers(1, width + 1, size=rows)
@@ -338,21 +341,29 @@ def test_partition_masked_and_users_transforms_compose():
     trees = [batch(12), batch(13)]
     extra = {k: {"maths": trees[0][k], "code": trees[1][k]} for k in trees[0]}
     start = jax.tree.map(lambda m: m.astype(jnp.float32), extra["mask"])
-    parts = {"strict": CASES["token_mis"], "mild": optax.chain(CASES["vexact"], optax.scale(0.5))}
+    parts: dict[Hashable, optax.GradientTransformation] = {
+        "strict": CASES["token_mis"],
+        "mild": optax.chain(CASES["vexact"], optax.scale(0.5)),
+    }
     chain = optax.partition(parts, {"maths": "strict", "code": "mild"})
-    result, _ = chain.update(start, chain.init(start), **extra, unknown_extra=3)
+    result = applied(chain, start, **extra, unknown_extra=3)
     assert_same_bits(result["maths"], run("token_mis", trees[0]))
     assert_same_bits(result["code"], run("vexact", trees[1]) * 0.5)
     for block in (CASES["token_tis"], corrections.normalise_by_running_mean()):
         only = optax.masked(block, {"maths": True, "code": False})
-        result, _ = only.update(start, only.init(start), **extra)
+        result = applied(only, start, **extra)
         assert_same_bits(result["code"], start["code"])
     assert_same_bits(run("token_tis", trees[0]), only_of(CASES["token_tis"], start, extra)["maths"])
 
 
+def applied(transform, start, **extra) -> Any:
+    """The coefficients of a first batch, an array or a dictionary of arrays."""
+    return transform.update(start, transform.init(start), **extra)[0]
+
+
 def only_of(block, start, extra):
     masked = optax.masked(block, {"maths": True, "code": False}, mask_compatible_extra_args=True)
-    return masked.update(start, masked.init(start), **extra)[0]
+    return applied(masked, start, **extra)
 
 
 def test_a_block_of_ones_own():
@@ -412,10 +423,10 @@ def test_a_missing_extra_argument_is_named(case, missing):
         (lambda: corrections.icepop(lower=5.0, upper=2.0), "lower bound is 5.0, above the upper"),
         (lambda: corrections.mask_outside("token", lower=1.5), "lower bound is 1.5; above 1"),
         (lambda: corrections.mask_outside("token"), "no bound on the ratio"),
-        (lambda: corrections.scale_by_ratio("sentence"), "level 'sentence' is unknown"),
-        (lambda: corrections.scale_by_ratio("geometrc"), "did you mean 'geometric'"),
-        (lambda: corrections.reject("k4", over="mean", upper=1.0), "statistic 'k4' is unknown"),
-        (lambda: corrections.reject("k3", over="rows", upper=1.0), "over 'rows' is unknown"),
+        (lambda: UNTYPED.scale_by_ratio("sentence"), "level 'sentence' is unknown"),
+        (lambda: UNTYPED.scale_by_ratio("geometrc"), "did you mean 'geometric'"),
+        (lambda: UNTYPED.reject("k4", over="mean", upper=1.0), "statistic 'k4' is unknown"),
+        (lambda: UNTYPED.reject("k3", over="rows", upper=1.0), "over 'rows' is unknown"),
         (lambda: corrections.reject("k3", over="mean"), "upper is None"),
         (lambda: corrections.reject("k3", over="mean", upper=-1.0), "upper is -1.0"),
         (lambda: corrections.reject("k3", over="mean", lower=0.1, upper=1.0), "upper bound only"),
@@ -426,15 +437,15 @@ def test_a_missing_extra_argument_is_named(case, missing):
         (lambda: corrections.veto(2.0), "threshold is 2.0"),
         (lambda: corrections.dppo(bound=-0.1), "upper is -0.1"),
         (lambda: corrections.mask_probability_difference(), "no bound"),
-        (lambda: corrections.where_advantage("up", corrections.token_tis()), "sign 'up'"),
+        (lambda: UNTYPED.where_advantage("up", corrections.token_tis()), "sign 'up'"),
         (lambda: corrections.vexact(bound=-0.001), "bound is -0.001"),
         (lambda: corrections.off_policy_sequence_mask(bound=-1.0), "bound is -1.0"),
-        (lambda: corrections.normalise("row"), "unit 'row' is unknown"),
-        (lambda: corrections.normalise("token", among="kept"), "among 'kept' is unknown"),
+        (lambda: UNTYPED.normalise("row"), "unit 'row' is unknown"),
+        (lambda: UNTYPED.normalise("token", among="kept"), "among 'kept' is unknown"),
         (lambda: corrections.normalise_by_running_mean(decay=1.0), "decay is 1.0"),
         (lambda: corrections.ais(cap=0.5), "upper bound is 0.5; below 1"),
         (lambda: corrections.ais(kl_scale=0.0), "kl_scale is 0.0"),
-        (lambda: corrections.mix_in_adaptively("row", upper=2.0), "level 'row' is unknown"),
+        (lambda: UNTYPED.mix_in_adaptively("row", upper=2.0), "level 'row' is unknown"),
         (lambda: corrections.build([{"cap": 2.0}]), "has no name"),
         (lambda: corrections.build([{"name": "token_ti"}]), "did you mean 'token_tis'"),
         (lambda: corrections.build([{"name": "token_tis", "cup": 2}]), "did you mean 'cap'"),
@@ -521,7 +532,7 @@ def test_a_nan_of_a_divergence_and_of_a_custom_blocks_argument_shows():
     for bad in (poisoned(jnp.zeros((8, 13)), (0, 0)), poisoned(jnp.zeros(8), 0)):
         assert np.isnan(float(coefficients(own, **arrays, temperature=bad)[0, 0]))
     start = poisoned(arrays["mask"].astype(jnp.float32), (0, 0))
-    result, _ = CASES["dppo"].update(start, CASES["dppo"].init(start), **arrays)
+    result = applied(CASES["dppo"], start, **arrays)
     assert np.isnan(float(result[0, 0]))
 
 
@@ -542,8 +553,8 @@ def test_16_bits_give_the_bits_of_their_values_in_float32(dtype):
     ours = jax.jit(lambda x, mask: {n: run(n, {**x, "mask": mask}) for n in RECIPES})(
         given, arrays["mask"]
     )
-    cast = {k: v.astype(jnp.float32) for k, v in given.items()}
-    expected = run_all({**cast, "mask": arrays["mask"]})
+    widened = {k: v.astype(jnp.float32) for k, v in given.items()}
+    expected = run_all({**widened, "mask": arrays["mask"]})
     assert_all_same_bits(ours, expected, RECIPES)
 
 
@@ -706,7 +717,7 @@ def test_a_scheduled_cap_takes_effect_at_its_call():
     scheduled = optax.inject_hyperparams(corrections.token_tis)(
         cap=lambda count: 2.0 + count.astype(jnp.float32)
     )
-    arrays = {"log_ratio": jnp.full((2, 3), 3.0), "mask": jnp.ones((2, 3), bool)}
+    arrays: dict[str, Any] = {"log_ratio": jnp.full((2, 3), 3.0), "mask": jnp.ones((2, 3), bool)}
     step = jax.jit(lambda state: correct(scheduled, **arrays, state=state))
     state, caps = corrections.chain(scheduled).init(jnp.ones((2, 3))), []
     for _ in range(3):
@@ -768,7 +779,8 @@ def test_a_packed_batch_gives_the_bits_of_its_sequences_as_rows(seed, interleave
     rows, flat, ids, known, at = packed_batch(seed, interleaved)
     by_token = np.broadcast_to(np.asarray(rows["advantages"])[:, None], rows["mask"].shape)
     if per_token:
-        by_token = np.float32(np.random.default_rng(seed).standard_normal(by_token.shape))
+        drawn = np.random.default_rng(seed).standard_normal(by_token.shape)
+        by_token = drawn.astype(np.float32)
         flat["advantages"] = jnp.asarray(np.where(known, by_token[at], np.float32(np.nan)))
     rows["advantages"] = jnp.asarray(by_token)
     packed, whole = run_packed(flat, ids), run_rows(rows)
@@ -820,7 +832,7 @@ def test_wrong_packing_is_refused_in_one_line(changes, message):
 
 
 def test_the_state_of_another_correction_is_refused():
-    given = {"log_ratio": jnp.zeros((2, 3), jnp.float32), "mask": jnp.ones((2, 3), bool)}
+    given: dict[str, Any] = {"log_ratio": jnp.zeros((2, 3)), "mask": jnp.ones((2, 3), bool)}
     with pytest.raises(InputError, match="the state has 3 parts and the correction 1"):
         correct(corrections.chain(CASES["token_tis"]), state=(1, 2, 3), **given)
 
@@ -970,7 +982,7 @@ def test_both_stages_one_after_the_other_are_the_whole_on_the_same_log_probs(mod
     start = arrays["mask"].astype(jnp.float32)
     whole = correct(MIXED, **arrays)
     parts = corrections.stages(MIXED, mode)
-    states = corrections.split_state(MIXED, mode, MIXED.init(start))
+    states = corrections.split_state(MIXED, mode, cast(tuple, MIXED.init(start)))
     first = corrections.apply(parts.step, start, states[0], **arrays)
     second = corrections.apply(parts.update, first.coefficients, states[1], **arrays)
     assert_same_bits(second.coefficients, whole.coefficients)
@@ -1111,7 +1123,7 @@ def test_a_scheduled_recipe_is_the_recipe_that_says_what_it_does(name):
 
 
 def test_a_schedule_moves_with_every_batch():
-    arrays = {
+    arrays: dict[str, Any] = {
         "log_ratio": jnp.full((2, 3), jnp.log(3.0)) * jnp.asarray([[1.0], [0.0]]),
         "mask": jnp.ones((2, 3), bool),
     }
@@ -1135,7 +1147,7 @@ def test_ratios_of_turns_are_those_of_sequences_of_their_own():
     mask[0], mask[1], mask[2, 20:] = True, False, False
     log_ratio = rng.normal(0, 0.3, (6, 40)).astype(np.float32)
     log_ratio[~mask] = np.nan  # replies have none
-    found = {
+    found: dict[ratios.Level, np.ndarray] = {
         level: np.asarray(ratios.ratio(jnp.asarray(log_ratio), jnp.asarray(mask), level))
         for level in ("turn", "turn_geometric")
     }
@@ -1158,10 +1170,9 @@ def test_ratios_of_turns_are_those_of_sequences_of_their_own():
 def test_padding_changes_no_bit_of_a_turn_s_ratio():
     mask = jnp.asarray(np.random.default_rng(1).random((3, 33)) < 0.8)
     log_ratio = jnp.asarray(np.random.default_rng(2).normal(0, 1, (3, 33)), jnp.float32)
-    wide = [jnp.pad(x, ((0, 0), (0, 70))) for x in (log_ratio, mask)]
-    np.testing.assert_array_equal(
-        ratios.ratio(log_ratio, mask, "turn"), ratios.ratio(*wide, "turn")[:, :33]
-    )
+    wide_ratio, wide_mask = (jnp.pad(x, ((0, 0), (0, 70))) for x in (log_ratio, mask))
+    wide = ratios.ratio(wide_ratio, wide_mask, "turn")
+    np.testing.assert_array_equal(ratios.ratio(log_ratio, mask, "turn"), wide[:, :33])
 
 
 def test_a_bound_on_turns_masks_one_turn_and_not_its_episode():

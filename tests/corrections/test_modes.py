@@ -13,6 +13,7 @@ import itertools
 import pathlib
 import re
 from dataclasses import replace
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +67,7 @@ def updates_of(learning: Learning, *, mini_batches=2, reference=None):
     state = TrainState(
         params,
         optimizer.init(params),
-        learning.correction.init(params),
+        cast(tuple, learning.correction.init(params)),
         jnp.int32(0),
         jnp.int32(0),
     )
@@ -92,7 +93,7 @@ def updates_of(learning: Learning, *, mini_batches=2, reference=None):
             optimizer=optimizer,
         )
         metrics = {name: float(value) for name, value in report.metrics.items()}
-        found.append((before, np.asarray(state.optimizer["table"]), metrics))
+        found.append((before, np.asarray(cast(Any, state.optimizer)["table"]), metrics))
     return found
 
 
@@ -166,12 +167,12 @@ def check(mode, loss, name, *, mini_batches=2, **options):
     return found
 
 
-def combinations():
+def combinations() -> list[tuple[str, str, str]]:
     every = itertools.product(MODES, LOSSES, CORRECTIONS)
     return [one for one in every if accepted(*one)]
 
 
-def each_once():
+def each_once() -> list[tuple[str, str, str]]:
     """Every correction with one loss, and every loss with one correction."""
     return [
         (mode, loss, name)

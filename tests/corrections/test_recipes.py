@@ -5,6 +5,7 @@ The formulas here are written from the definitions, row by row, without the libr
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tim_jax import corrections
-from tim_jax.objectives.objective import token_weights
+from tim_jax.objectives.objective import Aggregation, Denominator, token_weights
 
 CLOSE = 1e-5  # a statistic this close to its bound may fall on either side in float32
 
@@ -198,7 +199,7 @@ def test_recipes_match_the_definition(name, seed, spread):
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_raw_ratios_match_from_1e_minus_30_to_1e30(level):
     rng = np.random.default_rng(0)
-    d = np.float32(rng.uniform(-69.1, 69.1, size=(64, 33)))
+    d = rng.uniform(-69.1, 69.1, size=(64, 33)).astype(np.float32)
     d[32:] *= 0.01
     mask = np.arange(33)[None, :] < rng.integers(1, 34, size=(64, 1))
     ours = corrections.coefficients(
@@ -267,7 +268,9 @@ def test_k1_bounds_are_on_the_ratio_and_not_on_its_inverse(over):
     assert kept.tolist() == {"token": alone, "sum": rows, "mean": mean, "max": rows}[over]
 
 
-def verl(d, mask, *, weight=None, threshold=2.0, rejection=None, bounds=None, batch_norm=False):
+def verl(
+    d, mask, *, weight=None, threshold=2.0, rejection=None, bounds: Any = None, batch_norm=False
+):
     """verl's rollout correction in float64: (weights, modified response mask)."""
     log_ratio = np.where(mask, d, 0.0).astype(np.float64)
     lengths = np.maximum(mask.sum(axis=1, keepdims=True), 1)
@@ -360,7 +363,11 @@ def verl_batch():
     return d, np.arange(40)[None, :] < lengths
 
 
-AGGREGATIONS = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"]
+AGGREGATIONS: list[Aggregation] = [
+    "token_mean",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+]
 
 
 @pytest.mark.parametrize("preset", VERL_PRESETS)
@@ -375,12 +382,13 @@ def test_verl_presets_give_verl_its_loss_weights(preset):
     if "rejection" in verl_options:
         assert 0 < modified.any(axis=1).sum() < 15, "the case must keep some and reject some"
     sequences = mask.any(axis=1).sum()
+    theirs_of: dict[Denominator, Any] = {
+        "verl": (modified, sequences),
+        "survivors": (modified, modified.any(axis=1).sum()),
+        "response": (mask, sequences),
+    }
     for aggregation in AGGREGATIONS:
-        for denominator, their_mask, their_sequences in (
-            ("verl", modified, sequences),
-            ("survivors", modified, modified.any(axis=1).sum()),
-            ("response", mask, sequences),
-        ):
+        for denominator, (their_mask, their_sequences) in theirs_of.items():
             ours = coefficients * token_weights(
                 jnp.asarray(mask), aggregation=aggregation, kept=kept, denominator=denominator
             )
@@ -400,7 +408,7 @@ def test_survivors_weigh_as_if_the_rejected_had_never_been_sampled(name):
     kept = found.kept
     assert 0 < int(kept.sum()) < int(mask.sum())
     for aggregation in (*AGGREGATIONS, "constant_length"):
-        how = {"aggregation": aggregation, "max_length": 40}
+        how: dict[str, Any] = {"aggregation": aggregation, "max_length": 40}
         ours = token_weights(mask, kept=kept, denominator="survivors", **how)
         alone = token_weights(kept, **how)
         assert np.array_equal(np.where(kept, ours, 0.0), np.asarray(alone))
@@ -467,13 +475,15 @@ run_ais = jax.jit(
 @settings(deadline=None, max_examples=40)
 def test_ais_matches_its_formula(seed, spread, level, numbers):
     d, _, _, mask = draw(seed, spread)
-    expected, m = ais(d, mask, *numbers, level)
-    ours = np.float64(run_ais(jnp.asarray(d), jnp.asarray(mask), *numbers, level))
+    cap, kl_scale = numbers
+    expected, m = ais(d, mask, cap, kl_scale, level)
+    found = run_ais(jnp.asarray(d), jnp.asarray(mask), cap, kl_scale, level)
+    ours = np.asarray(found, np.float64)
     # 1 + m (w - 1) cancels where w is near 0.
     np.testing.assert_allclose(ours, expected, rtol=3e-6, atol=5e-7)
     assert 0.0 <= m <= 1.0
     # One m for all tokens, between none of the correction and all of it.
-    full = np.where(mask, ais(d, mask, *numbers, level)[0] - 1, 0.0) / max(m, 1e-300)
+    full = np.where(mask, expected - 1, 0.0) / max(m, 1e-300)
     clear = mask & (np.abs(full) > 0.1)
     shares = (ours[clear] - 1) / full[clear]
     assert np.all((shares > -2e-6) & (shares < 1 + 2e-6))
@@ -486,7 +496,10 @@ def test_ais_is_nothing_without_mismatch_and_moves_towards_tis_with_it():
 
     def moved(d, **options):
         """The share of the way to TIS, by least squares."""
-        given = {"log_ratio": jnp.asarray(np.float32(d)), "mask": jnp.asarray(mask)}
+        given: dict[str, Any] = {
+            "log_ratio": jnp.asarray(np.float32(d)),
+            "mask": jnp.asarray(mask),
+        }
         mixed = np.float64(corrections.coefficients(corrections.ais(**options), **given)) - 1
         tis = np.float64(corrections.coefficients(corrections.token_tis(), **given)) - 1
         return (mixed * tis).sum() / (tis**2).sum()
@@ -577,7 +590,7 @@ def test_kept_does_not_depend_on_what_was_masked_before():
 
 def figures(coefficients, mask, kept):
     """correction_metrics in float64."""
-    c, kept = np.float64(coefficients)[mask], np.asarray(kept)
+    c, kept = np.asarray(coefficients, np.float64)[mask], np.asarray(kept)
     zero = mask & (np.asarray(coefficients) == 0.0)
     full = mask.any(axis=1)
     rejected = full & ~(mask & ~zero).any(axis=1)
@@ -612,7 +625,7 @@ def test_correct_counts_what_it_did(name, low, high, spread):
     found = corrections.correct(case(name), **arrays)
     mask = np.asarray(arrays["mask"])
     expected = figures(found.coefficients, mask, found.kept)
-    r = np.exp(held(np.float64(arrays["log_ratio"])[mask]))
+    r = np.exp(held(np.asarray(arrays["log_ratio"], np.float64)[mask]))
     if high is not None:
         expected["clipped_high_share"] = np.mean(r > high)
         expected["clipped_low_share"] = 0.0 if low is None else np.mean(r < low)

@@ -42,8 +42,12 @@ def all_pairs() -> Rollout:
 
 
 def learning_of(early: bool) -> Learning:
-    settings = {"loss": "reinforce", "aggregation": "sequence_mean_token_sum"}
-    objective = Objective("dr_grpo", reject_before_advantages=early, **settings)
+    objective = Objective(
+        "dr_grpo",
+        loss="reinforce",
+        aggregation="sequence_mean_token_sum",
+        reject_before_advantages=early,
+    )
     return Learning(objective, 2, mode="recompute", correction=corrections.build(REJECTING))
 
 

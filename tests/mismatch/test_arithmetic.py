@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import dials
 import jax
@@ -210,7 +211,10 @@ def test_int8_as_qwix_does_it():
 @given(st.integers(1, 9), st.integers(1, 40))
 def test_split_k_adds_the_pieces(pieces, size):
     rng = np.random.default_rng(size)
-    x, weight = (rng.standard_normal(shape, np.float32) for shape in ((3, size), (size, 4)))
+    # Any, as NumPy's product takes NumPy's arrays.
+    x, weight = (
+        cast(Any, rng.standard_normal(shape, np.float32)) for shape in ((3, size), (size, 4))
+    )
     found = formulas.split_k(np.dot, x, weight, pieces=pieces)
     np.testing.assert_allclose(found, x.astype(np.float64) @ weight, rtol=1e-4, atol=1e-5)
 
@@ -270,10 +274,12 @@ def test_triton_attention_refuses_a_window_before_anything_is_compiled():
     ):
         sampling_program(execution, samples=2, mismatch=dials.standard("triton_attention"))
     assert not counted
-    arrays, numerics = [jnp.zeros((1, 1, 16, 16))] * 3, tiny.NUMERICS
+    zeros, numerics = jnp.zeros((1, 1, 16, 16)), tiny.NUMERICS
     with pytest.raises(InputError, match="no sliding window"):
         kernels.attention(
-            *arrays,
+            zeros,
+            zeros,
+            zeros,
             jnp.zeros((1, 16), jnp.int32),
             numerics=replace(numerics, attention="triton"),
             aligned=False,

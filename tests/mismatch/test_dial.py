@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import cast
 
 import dials
 import jax
@@ -25,6 +26,7 @@ CHANGES_WEIGHTS = ("compute", "quantised_weights")
 
 def lowered(dial):
     program = sampling_program(dials.EXECUTION, samples=2, mismatch=dial)
+    program = cast(jax.stages.Wrapped, program)
     return program.lower(dials.weights(), tiny.prompts(), jax.random.key(0)).as_text()
 
 
@@ -194,6 +196,7 @@ def test_a_divergent_forward_gives_the_same_tokens_other_log_probs(name):
 
 def test_ignored_truncation_is_the_log_of_the_kept_mass():
     rollout = dials.rollout(dials.standard("ignored_truncation"))
+    assert rollout.drawn_log_probs is not None
     kept = np.exp(np.asarray(rollout.log_probs - rollout.drawn_log_probs))[np.asarray(rollout.mask)]
     assert ((kept > 0.89) & (kept <= 1.000001)).all()  # top_p is 0.9
     assert kept.min() < 0.99

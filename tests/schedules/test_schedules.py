@@ -3,6 +3,7 @@
 import importlib
 import pathlib
 import sys
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from tim_jax.schedules import (
 )
 
 SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
+UNTYPED = cast(Any, schedules)  # takes what a type checker would refuse
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def traces():
         sys.path.pop(0)
 
 
-def scales(transform, lengths, inner=None):
+def scales(transform, lengths, inner=None) -> tuple[np.ndarray, Any]:
     """The factors on the updates over a run, and the last state."""
     chain = transform if inner is None else optax.chain(inner, transform)
 
@@ -83,7 +85,7 @@ def test_default_floor_is_a_tenth_and_the_first_halving_falls_on_the_period():
     factors, _ = scales(length_decay(50), np.ones(300))
     around = factors[[0, 48, 49, 98, 99, 149, 199, 249, 299]]
     expected = [1, 1, 0.5, 0.5, 0.25, 0.125, 0.1, 0.1, 0.1]
-    assert np.array_equal(around, np.float32(expected))
+    assert np.array_equal(around, np.asarray(expected, np.float32))
 
 
 @pytest.mark.parametrize("at", [90, 110])
@@ -300,6 +302,7 @@ def test_lengths_may_come_as_an_array_of_integers():
     transform = length_triggered_decay()
     state = transform.init(jnp.ones(()))
     _, state = transform.update(jnp.ones(()), state, response_length=jnp.asarray([10, 20, 60]))
+    assert isinstance(state, schedules.TriggeredDecayState)
     assert float(state.surge.recent) == pytest.approx(30.0)
 
 
@@ -324,12 +327,12 @@ def test_updates_keep_their_dtypes_and_it_compiles_once():
     ("make", "message"),
     [
         (lambda: length_decay(0), "period is 0"),
-        (lambda: length_decay(10.5), "period is 10.5"),
+        (lambda: UNTYPED.length_decay(10.5), "period is 10.5"),
         (lambda: length_decay(True), "period is True"),
-        (lambda: length_decay(np.bool_(True)), "period is np.True_"),
+        (lambda: UNTYPED.length_decay(np.bool_(True)), "period is np.True_"),
         (lambda: length_decay(2**31), "period is 2147483648"),
-        (lambda: length_decay(jnp.asarray(-3)), "must be a whole number of steps"),
-        (lambda: length_decay_schedule(1e-3, 2.0), "period is 2.0"),
+        (lambda: UNTYPED.length_decay(jnp.asarray(-3)), "must be a whole number of steps"),
+        (lambda: UNTYPED.length_decay_schedule(1e-3, 2.0), "period is 2.0"),
         (lambda: length_decay_schedule(1e-3, 2, floor=-1.0), "floor is -1.0"),
         (lambda: scale_by_root_ess(reference=0.0), "reference is 0.0"),
         (lambda: scale_by_root_ess(reference=1.5), "reference is 1.5"),
@@ -345,11 +348,14 @@ def test_updates_keep_their_dtypes_and_it_compiles_once():
         (lambda: SurgeDetector(hold=25), "hold is 25"),
         (lambda: SurgeDetector(minimum=137), "minimum is 137; it must lie in .* which is 136"),
         (lambda: SurgeDetector(max_length=0), "max_length is 0"),
-        (lambda: SurgeDetector(rise="2"), "rise is '2'; it must be a number"),
-        (lambda: SurgeDetector(window=100.5), "window is 100.5; it must be a whole number"),
-        (lambda: length_decay(5, floor="0.1"), "floor is '0.1'; it must be a number"),
-        (lambda: length_triggered_decay(multiple="2"), "multiple is '2'; it must be a number"),
-        (lambda: scale_by_root_ess(reference="1"), "reference is '1'; it must be a number"),
+        (lambda: UNTYPED.SurgeDetector(rise="2"), "rise is '2'; it must be a number"),
+        (lambda: UNTYPED.SurgeDetector(window=100.5), "window is 100.5; it must be a whole number"),
+        (lambda: UNTYPED.length_decay(5, floor="0.1"), "floor is '0.1'; it must be a number"),
+        (
+            lambda: UNTYPED.length_triggered_decay(multiple="2"),
+            "multiple is '2'; it must be a number",
+        ),
+        (lambda: UNTYPED.scale_by_root_ess(reference="1"), "reference is '1'; it must be a number"),
     ],
 )
 def test_wrong_construction_is_refused_in_one_line(make, message):
@@ -397,7 +403,7 @@ def test_the_schedule_is_the_transform(floor, factor):
 
 
 def test_the_schedule_takes_numbers_and_arrays_and_compiles():
-    rate = length_decay_schedule(1.0, np.int64(10), floor=0.1)
+    rate = length_decay_schedule(1.0, cast(Any, np.int64(10)), floor=0.1)
     steps = jnp.arange(60)
     expected = scales(length_decay(10), np.ones(60))[0]
     assert np.array_equal(rate(steps), expected)
@@ -481,7 +487,7 @@ def test_the_step_is_scaled_by_the_root_of_the_effective_sample_size():
 
 
 def test_after_adam_it_scales_the_step_and_before_it_does_not():
-    def step(*parts):
+    def step(*parts) -> Any:
         chain = optax.chain(*parts)
         with jax.numpy_dtype_promotion("standard"):
             gradient = jnp.asarray([0.3, -2.0])

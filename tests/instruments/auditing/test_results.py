@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,14 +18,15 @@ from tim_jax.instruments.auditing import CaseResult
 def rollout(lengths=(3, 1), size=4):
     rng = np.random.default_rng(0)
     count = len(lengths)
-    return Rollout(
-        prompts=np.zeros((count, 2), np.int32),
-        prompt_lengths=np.ones(count, np.int32),
-        responses=rng.integers(0, 9, (count, size)).astype(np.int32),
-        lengths=np.asarray(lengths, np.int32),
-        log_probs=-rng.random((count, size), np.float32),
-        finished=np.ones(count, bool),
-    )
+    arrays: dict[str, Any] = {  # of NumPy, which stands for JAX's
+        "prompts": np.zeros((count, 2), np.int32),
+        "prompt_lengths": np.ones(count, np.int32),
+        "responses": rng.integers(0, 9, (count, size)).astype(np.int32),
+        "lengths": np.asarray(lengths, np.int32),
+        "log_probs": -rng.random((count, size), np.float32),
+        "finished": np.ones(count, bool),
+    }
+    return Rollout(**arrays)
 
 
 def compared(recorded, *, tokens=None, mask=None, log_probs=None):
@@ -68,6 +70,7 @@ def test_other_tokens_and_lengths_are_unequal():
     assert compared(recorded, tokens=changed(recorded.responses, (1, 0), 99))[:2] == (4, 1)
     longer = compared(recorded, mask=changed(recorded.mask, (1, 1), True))
     assert longer[:2] == (5, 1)
+    assert longer[3] is not None
     assert longer[3][:2] == (1, 1)
     assert compared(recorded, mask=changed(recorded.mask, (0, 2), False))[:2] == (4, 1)
 
@@ -140,9 +143,9 @@ def test_json_stays_json_where_a_log_prob_is_not_a_number():
 
 def test_the_table_shows_verdicts_and_places():
     other = replace(UNEQUAL, first_unequal=PLACE._replace(tokens=(8, 2)))
-    console = Console(file=io.StringIO(), width=160)
-    console.print(auditing.table([EQUAL, UNEQUAL, other, EMPTY, CONTROL]))
-    text = console.file.getvalue()
+    file = io.StringIO()
+    Console(file=file, width=160).print(auditing.table([EQUAL, UNEQUAL, other, EMPTY, CONTROL]))
+    text = file.getvalue()
     for part in (
         "UNEQUAL",
         "NOTHING COMPARED",

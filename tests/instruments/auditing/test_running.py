@@ -1,6 +1,7 @@
 """An audit passes where sampler and learner agree, and finds one token that is off by one ulp."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from tim_jax.rl import sharded
 
 SIZES = Sizes(prompts=3, samples=2, prompt_length=7, response_length=11)
 PLAIN = plain_sampling(tiny.CONFIG, SIZES)
+NO_PARAMS = cast(Any, None)  # where none is read
 
 
 # --- cases -----------------------------------------------------------------------------------
@@ -155,6 +157,7 @@ def test_native_numerics_themselves_fail():
     assert not results[0].passed
     assert not auditing.summarise(results).passed
     first = results[0].first_unequal
+    assert first is not None
     assert first.tokens[0] == first.tokens[1]
     assert abs(first.values[0] - first.values[1]) < 1e-4
 
@@ -178,6 +181,7 @@ def test_a_fault_of_one_ulp_at_one_token_is_found(monkeypatch):
     result = run(CASES[:1], control=False)[0]
     running.learner_log_probs.cache_clear()
     assert (result.unequal_tokens, result.passed) == (1, False)
+    assert result.first_unequal is not None
     assert result.first_unequal[:2] == (4, 0)
     assert 0 < result.max_abs_diff < 1e-6
 
@@ -193,7 +197,7 @@ def test_placements_whose_column_tiles_no_kernel_takes_are_left_out_aloud(monkey
 
     monkeypatch.setattr(auditing, "audit", audited)
     sizes = Sizes.fitting(config)
-    asked = audit_job._Audited(None, config, sizes, "pallas_tpu", True, ("float32",))
+    asked = audit_job._Audited(NO_PARAMS, config, sizes, "pallas_tpu", True, ("float32",))
     assert list(audit_job._placed(asked, False)) == []
     assert compared
     assert not any("tensor" in name for name in compared)
@@ -204,7 +208,8 @@ def test_placements_whose_column_tiles_no_kernel_takes_are_left_out_aloud(monkey
 
 def test_several_tiles_are_audited_where_they_are_asked_for():
     config = auditing.PRESETS["qwen3-blocks"]
-    one = audit_job._Audited(None, config, Sizes.fitting(config), "pallas_tpu", True, ("bfloat16",))
+    sizes = Sizes.fitting(config)
+    one = audit_job._Audited(NO_PARAMS, config, sizes, "pallas_tpu", True, ("bfloat16",))
     (plain,) = audit_job._numerics(one)
     (several,) = audit_job._numerics(replace(one, several_tiles=True))
     assert (plain.tpu.few_rows, several.tpu.few_rows) == (0, TPU_FEW_ROWS)

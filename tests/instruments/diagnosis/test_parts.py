@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from recorded import STOPS, diagnosed, forward, sampled, with_log_probs
+from recorded import STOPS, best_of, diagnosed, forward, sampled, with_log_probs
 
 from tim_jax.common import waiting
 from tim_jax.instruments.diagnosis import explanations, parts, records, variants, verdict
@@ -54,7 +54,7 @@ def test_sentinels_are_named_and_their_tokens_listed(count, value):
     places = [x for x in some_places(count) if value != -1 or not near_one(x)]
     found = diagnosed(changed(noisy(), places, lambda _: value))
     assert found.state == "fault"
-    assert found.best.explanation.name == "sentinel"
+    assert best_of(found).explanation.name == "sentinel"
     record = records.as_record(found, decode)
     assert listed(record) == places
     assert f"{value:g}" in record["verdict"]
@@ -76,7 +76,7 @@ def test_rows_that_hold_the_log_probs_of_another_row_are_named_and_listed():
     for i, j in zip(own, [*own[1:], own[0]], strict=True):
         swapped[i] = rows[i] | {"logprobs": rows[j]["logprobs"]}
     found = diagnosed(swapped)
-    assert found.best.explanation.name == "other_row"
+    assert best_of(found).explanation.name == "other_row"
     record = records.as_record(found, decode)
     assert sorted({row for row, _ in listed(record)}) == own
     assert f"as row {own[0] + 1} holds those of row {own[1] + 1}" in record["verdict"]
@@ -88,8 +88,10 @@ def test_a_fault_of_some_rows_is_named_with_them():
     for row in (8, 40, 41):
         rows[row] = rows[row] | {"logprobs": [*rows[row]["logprobs"][1:], -1.0]}
     found = diagnosed(rows)
-    assert found.best.explanation.name == "shifted"
-    assert found.best.explanation.rows.tolist() == [8, 40, 41]
+    assert best_of(found).explanation.name == "shifted"
+    rows = best_of(found).explanation.rows
+    assert rows is not None
+    assert rows.tolist() == [8, 40, 41]
     assert "in 3 of 96 rows" in records.sentence(found)
     assert {row for row, _ in listed(records.as_record(found, decode))} == {8, 40, 41}
 
@@ -155,7 +157,8 @@ def test_aborted_rows_do_not_hide_a_stripped_end_token():
     rows = sampled()
     abort = {"finish_reason": {"type": "abort"}}
     found = diagnosed([*ended(rows, finish_reason=None), *aborted(rows[:30], **abort)])
-    assert found.best.explanation.name == "end_token_stripped"
+    assert best_of(found).explanation.name == "end_token_stripped"
+    assert found.first is not None
     (response,) = (r for r in found.tokens.responses if r.where == found.first.where)
     assert found.first.position == len(response) - 1
 
@@ -176,6 +179,7 @@ def test_aborts_that_nobody_wrote_down_do_not_hide_it_either(kept):
     assert found.structure > verdict.DECISIVE
     lengths = np.asarray([len(r) for r in tokens.responses])
     cut = (lengths == lengths.max()) & (kept == 0)  # may have been, as long as the longest are
+    assert found.shows is not None
     assert found.shows.tolist() == tokens.lasts[due & ~cut].tolist()
     nowhere = replace(tokens, evidence=seen._replace(end_stop=np.full(len(rows), -9.0)))
     (found,) = (one for one in parts.ending(nowhere) if one.name == "end_token_stripped")
@@ -185,7 +189,7 @@ def test_aborts_that_nobody_wrote_down_do_not_hide_it_either(kept):
 def test_an_end_token_that_is_named_but_not_there_was_stripped():
     named = ended(sampled()[:24], finish_reason={"type": "stop", "matched": STOPS[0]})
     found = diagnosed([*sampled()[24:], *named])
-    assert found.best.explanation.name == "end_token_stripped"
+    assert best_of(found).explanation.name == "end_token_stripped"
     assert "about draws or ends, not about the gap" in records.text(
         records.as_record(found, decode)
     )

@@ -1,12 +1,23 @@
 """What engines record beside log-probs: supports, experts, versions of weights; and more faults."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import tiny
-from recorded import LIMITS, STOPS, diagnosed, exact_log_probs, forward, sampled, weights
+from recorded import (
+    LIMITS,
+    STOPS,
+    best_of,
+    diagnosed,
+    exact_log_probs,
+    forward,
+    sampled,
+    weights,
+)
 
 from tim_jax import mismatch
 from tim_jax.common import waiting
@@ -49,7 +60,7 @@ def kept_of(rows):
     ]
 
 
-def supported(how="token_ids"):
+def supported(how="token_ids") -> Iterator[dict[str, Any]]:
     """Rows that were drawn among the likeliest, with what was kept, but not the option."""
     rows = sampled(top_k=KEPT)
     for row, (ids, mass) in zip(rows, kept_of(rows), strict=True):
@@ -72,14 +83,12 @@ def test_supports_are_no_fault_and_without_them_the_truncation_is_named():
     assert diagnosed(supported()).state == "exact"
     assert diagnosed(supported("mass")).state in ("exact", "numerics")
     found = diagnosed(sampled(top_k=KEPT))
-    assert (found.best.explanation.name, found.best.explanation.parameters) == (
-        "top_k",
-        {"top_k": KEPT},
-    )
+    best = best_of(found).explanation
+    assert (best.name, best.parameters) == ("top_k", {"top_k": KEPT})
     plain = exact_log_probs(sampled(top_k=KEPT))  # over the whole vocabulary
     rows = [r | {"logprobs": x.tolist()} for r, x in zip(supported(), plain, strict=True)]
     found = diagnosed(rows)
-    assert found.best.explanation.name == "ignored_truncation"
+    assert best_of(found).explanation.name == "ignored_truncation"
     assert "which is recorded" in records.sentence(found)
 
 
@@ -137,6 +146,7 @@ def test_experts_are_compared_layer_by_layer_and_replayed():
     plain = collect(readers.read(rows), limits=limits).responses
     found = verdict.diagnose(plain, own, sources=())
     assert found.state == "exact"
+    assert found.agreement is not None
     assert found.agreement.tolist() == [1.0] * layers
     # An engine whose second layer takes other experts, and records what that makes.
     other = [row | {"routed_experts": row["routed_experts"].copy()} for row in rows]
@@ -148,10 +158,11 @@ def test_experts_are_compared_layer_by_layer_and_replayed():
     parts = np.split(made, np.cumsum([len(r) for r in moved])[:-1])
     seen = [replace(r, log_probs=np.minimum(x, 0.0)) for r, x in zip(moved, parts, strict=True)]
     found = verdict.diagnose(seen, own, sources=())
+    assert found.agreement is not None
     assert found.agreement[0] == 1.0
     assert found.agreement[1] < 0.9
-    assert found.best.explanation.name == "routing"
-    assert found.best.share > 0.99
+    assert best_of(found).explanation.name == "routing"
+    assert best_of(found).share > 0.99
     text = shown(found)
     assert "least in mixture layer 1" in text
     assert "100.0% of the gap are gone" in text
@@ -186,6 +197,7 @@ def test_experts_are_read_from_lists_and_from_bytes():
         verl,
     ):
         (found,) = collect(readers.read([given]), limits=limits).responses
+        assert found.routes is not None
         assert found.routes[:3].tolist() == routes.tolist()
         assert found.routes.shape == (4, 2, 3)
         assert found.routes.dtype == np.uint8
@@ -223,12 +235,14 @@ def test_weights_that_were_replaced_in_flight_are_named_with_their_rows():
         made = by(other, [rows[i]])[0].tolist()
         rows[i]["logprobs"] = [*made[:5], *rows[i]["logprobs"][5:]]
     found = diagnosed(rows, others=[variants.Candidate("before", moved_weights())])
-    assert found.best.explanation.name == "weights of before"
-    assert "up to some token of" in found.best.explanation.text
-    assert set(found.best.explanation.rows) <= {*swapped}
+    best = best_of(found).explanation
+    assert best.name == "weights of before"
+    assert "up to some token of" in best.text
+    assert best.rows is not None
+    assert set(best.rows) <= {*swapped}
     whole = [row | {"logprobs": x.tolist()} for row, x in zip(rows, by(other, rows), strict=True)]
     found = diagnosed(whole, others=[variants.Candidate("before", moved_weights())])
-    assert "up to" not in found.best.explanation.text
+    assert "up to" not in best_of(found).explanation.text
 
 
 def adapted(seed=0):
@@ -260,9 +274,9 @@ def test_an_adapter_that_was_not_applied_or_was_merged_on_a_coarse_grid_has_its_
     recorded = by(made[name], sampled())
     rows = [r | {"logprobs": x.tolist()} for r, x in zip(sampled(), recorded, strict=True)]
     found = diagnosed(rows, others=[base])
-    assert found.best.explanation.name == name
-    assert found.best.share > 0.99
-    assert "rank 2 by which the model differs from base" in found.best.explanation.text
+    assert best_of(found).explanation.name == name
+    assert best_of(found).share > 0.99
+    assert "rank 2 by which the model differs from base" in best_of(found).explanation.text
 
 
 @pytest.mark.slow
@@ -274,7 +288,7 @@ def test_rows_of_another_version_are_grouped_and_named():
         for row, x, old in zip(rows, other, [i % 3 == 0 for i in range(96)], strict=True)
     ]
     found = diagnosed(mixed)
-    assert found.best.explanation.name == "other_version"
+    assert best_of(found).explanation.name == "other_version"
     assert "weights_version '6' are of other weights than those of '7'" in records.sentence(found)
     text = shown(found)
     assert "By weights_version: 6 (32 rows)" in text
@@ -312,8 +326,8 @@ def test_layers_that_one_side_quantised_are_named(monkeypatch, kind, chosen, hid
         responses, plain, sources=[mismatch.quantised_weights(dtype=one) for one in kinds]
     )
     assert waits["looking for the layers whose weights are quantised"] == {"total": 4}
-    assert found.best.explanation.name == f"quantised_weights({kind}) in some layers"
-    assert found.best.explanation.text.endswith(f"alone: {', '.join(map(str, chosen))}")
+    assert best_of(found).explanation.name == f"quantised_weights({kind}) in some layers"
+    assert best_of(found).explanation.text.endswith(f"alone: {', '.join(map(str, chosen))}")
 
 
 # Ends.
@@ -334,7 +348,7 @@ def test_another_end_token_is_named():
         for i, length in enumerate(found.lengths)
     ]
     seen = diagnosed(rows)
-    assert seen.best.explanation.name == "other_end_token"
+    assert best_of(seen).explanation.name == "other_end_token"
     assert "ends responses at token 9" in records.sentence(seen)
     asked_for = [row | {"stop_token_ids": [9]} for row in rows]
     assert diagnosed(asked_for).state == "exact"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from recorded import LIMITS, STOPS, diagnosed, forward, sampled, weights
+from recorded import LIMITS, STOPS, best_of, diagnosed, forward, sampled, weights
 
 from tim_jax.instruments.diagnosis import declared, evidence, readers
 from tim_jax.instruments.diagnosis.declared import Distribution, Shaping
@@ -107,7 +107,7 @@ def test_log_probs_before_and_after_a_penalty_are_told_apart():
     assert found.state == "numerics"
     assert found.sizes["largest"] < 1e-4
     raw = rows(asked, {})
-    named = diagnosed(raw).best.explanation.name
+    named = best_of(diagnosed(raw)).explanation.name
     assert named in ("raw_log_probs", "shaping_ignored")
     declared = diagnosed(raw, default=Distribution(raw=True))
     assert declared.sizes["largest"] < 1e-4
@@ -120,8 +120,8 @@ def test_processed_log_probs_that_are_said_to_be_raw_are_named():
     found = diagnosed(
         rows({"temperature": 0.7}, {"temperature": 0.7}), default=Distribution(raw=True)
     )
-    assert found.best.explanation.name == "processed_log_probs"
-    assert found.best.share > 0.99
+    assert best_of(found).explanation.name == "processed_log_probs"
+    assert best_of(found).share > 0.99
 
 
 def test_what_is_assumed_is_said_with_its_option():

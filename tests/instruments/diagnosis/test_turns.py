@@ -1,5 +1,7 @@
 """Episodes that others recorded: turns that did not stay as they were drawn."""
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 import recorded
@@ -109,6 +111,7 @@ class Letters:
         return "".join("ab" if token == 2 else chr(ord("a") + token) for token in ids)
 
 
+LETTERS = cast(Any, Letters())  # in the place of a tokenizer
 FIRST = {"prompt_token_ids": [7, 8], "response_token_ids": [0, 1, 9]}
 WHOLE = {"prompt_token_ids": [7, 8], "response_token_ids": [2, 9, 10, 11], "mask": [1, 1, 0, 1]}
 
@@ -133,7 +136,7 @@ EPISODES = [
 
 
 def test_breaks_among_rows():
-    found = find_breaks(Letters(), collected(EPISODES))
+    found = find_breaks(LETTERS, collected(EPISODES))
     shown = [(x.where, x.episode, x.fault, *x.found[:3]) for x in found]
     assert shown == [
         ("row 8", None, True, "retokenised", 0, 0),
@@ -141,7 +144,7 @@ def test_breaks_among_rows():
         # A template that drops thinking is told, and no fault where each turn is a sample.
         ("row 6", "y", False, "rewritten", 0, 0),
     ]
-    assert not find_breaks(Letters(), collected([*EPISODES[:2], EPISODES[6]]))
+    assert not find_breaks(LETTERS, collected([*EPISODES[:2], EPISODES[6]]))
 
 
 def test_episodes_are_read_of_lines_of_any_format():

@@ -6,6 +6,7 @@ import string
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from recorded import (
     LIMITS,
     SAMPLES,
     STOPS,
+    best_of,
     diagnosed,
     exact_log_probs,
     forward,
@@ -66,7 +68,7 @@ def synthetic(vocabulary=300, count=40, seed=0, spread=3.0):
 def evidence_of(logits, tokens, size=None):
     """Of a model whose tokenizer has `size` of the tokens, or all."""
     size = logits.shape[1] if size is None else size
-    program = jax.jit(lambda *x: evidence._summary(*x, size, (1, 2)))
+    program = jax.jit(lambda x, t: evidence._summary(x, t, size, (1, 2)))
     found = jax.device_get(program(jnp.asarray(logits), jnp.asarray(tokens)))
     found["exact"] = found["raw"] = found["logit"]
     stop = found.pop("stop")
@@ -246,9 +248,11 @@ def test_a_temperature_of_some_rows_is_fitted_on_these():
     rows = with_log_probs(sampled(), lambda x: x + 1e-3 * np.cos(np.arange(len(x))))
     other = sampled(0.6)
     found = diagnosed([other[i] if i % 12 == 0 else row for i, row in enumerate(rows)])
-    assert found.best.explanation.name in ("temperature", "recorded_temperature")
-    assert found.best.explanation.parameters["temperature"] == pytest.approx(0.6, rel=0.01)
-    assert set(found.best.explanation.rows) <= {*range(0, 96, 12)}
+    best = best_of(found).explanation
+    assert best.name in ("temperature", "recorded_temperature")
+    assert best.parameters["temperature"] == pytest.approx(0.6, rel=0.01)
+    assert best.rows is not None
+    assert set(best.rows) <= {*range(0, 96, 12)}
 
 
 @pytest.mark.slow
@@ -266,8 +270,8 @@ def test_the_output_of_tools_does_not_hide_a_temperature():
 
     found = diagnosed([with_output(row) for row in raw(sampled(0.6), temperature=1.0)])
     assert found.state == "fault"
-    assert found.best.explanation.name == "drawn_temperature"
-    assert found.best.explanation.parameters["temperature"] == pytest.approx(0.6, rel=0.15)
+    assert best_of(found).explanation.name == "drawn_temperature"
+    assert best_of(found).explanation.parameters["temperature"] == pytest.approx(0.6, rel=0.15)
 
 
 def test_a_table_of_explanations_has_each_once_in_eighty_columns():
@@ -342,8 +346,9 @@ def test_a_diagnosis_of_many_tokens_costs_few_forwards(monkeypatch, off, most):
 
 def test_the_summary_of_a_forward_does_not_sort_the_vocabulary():
     logits, tokens, _ = synthetic()
-    program = jax.jit(lambda *x: evidence._summary(*x, 300, (1, 2)))
+    program = jax.jit(lambda x, t: evidence._summary(x, t, 300, (1, 2)))
     text = program.lower(jnp.asarray(logits, jnp.float32), jnp.asarray(tokens)).compile().as_text()
+    assert text is not None
     assert "TopK" in text
     assert " sort(" not in text
 
@@ -437,7 +442,7 @@ def raw(rows, temperature=0.6):
 def test_one_fault_is_named_first(name, rows, parameters):
     found = diagnosed(rows())
     assert found.state == "fault"
-    best = found.best.explanation
+    best = best_of(found).explanation
     assert best.name == name
     for key, value in parameters.items():
         assert best.parameters[key] == pytest.approx(value, rel=0.01)
@@ -474,6 +479,7 @@ def test_unexplained_and_larger_than_numerics_is_a_fault_at_its_first_token():
     found = diagnosed(rows)
     assert found.state == "fault"
     assert found.best is None
+    assert found.first is not None
     assert (found.first.where, found.first.position) == ("row 21", 0)
 
 
@@ -497,12 +503,12 @@ def test_other_weights_and_other_prompts_are_named():
         ("weights on a bfloat16 grid", coarse),
     ):
         named = diagnosed(recorded_by(made), others=others)
-        assert named.best.explanation.name == name
-        assert named.best.share > 0.99
+        assert best_of(named).explanation.name == name
+        assert best_of(named).share > 0.99
     # The trainer lost the prompts' last token.
     shorter = [row | {"prompt_token_ids": [4, *row["prompt_token_ids"]]} for row in drawn]
     longer = [row | {"prompt_token_ids": [*row["prompt_token_ids"], 4]} for row in drawn]
-    assert diagnosed(longer).best.explanation.name == "prompt_longer"
+    assert best_of(diagnosed(longer)).explanation.name == "prompt_longer"
     assert diagnosed(shorter).state == "fault"
 
 
@@ -533,23 +539,28 @@ def test_low_precision_is_named_by_its_entry(entry):
     others = (mismatch.compute(dtype="float16"), mismatch.softmax(dtype="bfloat16"))
     alone = variants.EIGHT_BITS.get(entry)
     named = diagnosed(rows, sources=(*others, *([alone] if alone else []), entry))
-    assert named.best.explanation.name == mismatch.label(entry)
-    assert named.best.share > 0.99
+    assert best_of(named).explanation.name == mismatch.label(entry)
+    assert best_of(named).share > 0.99
     usual = named.sizes["k3"] < explanations.NORMAL_K3 and named.sizes["mean"] < 0.02
     assert named.normal == (usual or named.half is not None)
     assert named.normal or not alone
     if mismatch.label(entry) in verdict.HALF_PRECISION:
+        assert named.half is not None
         assert 0.5 < named.half.scale < 2
 
 
-def judgement(name, gain, *, kind="fault", parameters=(), sizes=None, scale=1.0):
-    nothing = np.zeros(1)
+def judgement(
+    name, gain, *, kind: explanations.Kind = "fault", parameters=(), sizes=None, scale=1.0
+):
+    nothing, no_tokens = np.zeros(1), cast(Any, None)
     found = explanations.Explanation(
         name, name, kind, nothing, nothing, parameters=dict.fromkeys(parameters, 1.0), sizes=sizes
     )
     options = {"scale": scale, "gap": 1.0, "remains": 0.0, "effect": 1.0, "within": 1.0}
     touched = np.ones(1, bool)
-    return verdict.Judged(found, None, gain, nothing, **options, touched=touched, of_draws=False)
+    return verdict.Judged(
+        found, no_tokens, gain, nothing, **options, touched=touched, of_draws=False
+    )
 
 
 def test_of_two_faults_that_are_equally_likely_the_simpler_is_named():
@@ -597,7 +608,9 @@ def test_half_precision_of_the_model_itself_is_normal_up_to_twice_its_size():
     def found(sizes=normal, name=name, scale=1.9):
         return verdict._half_precision(low_precision(name, made, scale=scale), sizes, 8)
 
-    assert found().scale == 1.9
+    half = found()
+    assert half is not None
+    assert half.scale == 1.9
     assert found(scale=2.1) is None
     assert found(name="quantised_weights(int4)") is None
     # A fit of the bulk does not see the tails: mean, K3 and the largest must go with it.
@@ -631,7 +644,9 @@ def test_low_precision_of_the_bulk_does_not_excuse_a_part():
     own = replace(own, tokens=tokens, gain=100.0)
     for place, best in ((3, "sentinel"), (2, name)):  # at 2 it has the recorded log-prob
         fault = replace(judgement("sentinel", 50.0), tokens=tokens, touched=np.arange(8) == place)
-        assert verdict._best([own, fault]).explanation.name == best
+        found = verdict._best([own, fault])
+        assert found is not None
+        assert found.explanation.name == best
 
 
 def script(name):
@@ -661,7 +676,7 @@ def test_rollouts_of_transformers_are_numerics_and_a_mistake_in_them_is_named(tm
     assert stale.best is None
     engine = table.Engine("bfloat16", temperature=0.6, raw=True)
     raw = table.by_transformers(tmp_path / "m", engine)
-    assert table.diagnosed(raw).best.explanation.name == "raw_log_probs"
+    assert best_of(table.diagnosed(raw)).explanation.name == "raw_log_probs"
 
 
 CASES = {  # of docs/diagnose.md: exit status, and the explanation that is named
@@ -738,7 +753,10 @@ def test_a_monitor_gives_a_correction_the_log_probs_that_it_reads():
     mask = np.ones((3, 5), bool)
     recipe = corrections.kpop()
     wanted = corrections.coefficients(
-        recipe, log_ratio=trainer - rollout, mask=mask, log_probs=trainer
+        recipe,
+        log_ratio=jnp.asarray(trainer - rollout),
+        mask=jnp.asarray(mask),
+        log_probs=jnp.asarray(trainer),
     )
     monitor = Monitor(recipe)
     np.testing.assert_array_equal(monitor(trainer, rollout, mask).coefficients, wanted)

@@ -263,6 +263,7 @@ def test_a_container_has_what_its_control_group_says(tmp_path, monkeypatch):
     limit.write_text("max\n")
     whole = budget.capacity(DEVICES[0])
     limit.write_text("1000000\n")
+    assert whole is not None
     assert budget.capacity(DEVICES[0], 4) == 250_000 < whole
 
 

@@ -112,11 +112,10 @@ def test_a_kernel_that_has_changed_since_is_not_shown(measured):
     assert fit.covers(keys)
     assert fit.covers(replace(keys, flops=115 * 10**9))
     assert not fit.covers(replace(keys, flops=250 * 10**9))  # of twice as many rows a program
-    product = Call(
-        "dot", 512, 1, 1, 1, Tile(4096, 128, 256, 2048, stages=2, weight=10**7, passes=1)
-    )
+    tile = Tile(4096, 128, 256, 2048, stages=2, weight=10**7, passes=1)
+    product = Call("dot", 512, 1, 1, 1, tile)
     assert measured.fits[calibration.MANY].covers(product)
-    changed = replace(product, tile=replace(product.tile, stages=4))
+    changed = replace(product, tile=replace(tile, stages=4))
     assert not measured.fits[calibration.MANY].covers(changed)
 
 

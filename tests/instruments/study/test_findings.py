@@ -70,6 +70,6 @@ def test_steps_without_a_number_are_left_out():
     k3, entropy = rising(1, 4.0), np.linspace(1, 2, STEPS)
     k3[[5, 60]], entropy[[7, 9]] = np.nan, np.inf
     changed, together = findings.dynamics(joined(run("a", 0, k3, entropy=entropy)))
-    assert "nan" not in str(changed.rows + together.rows)
+    assert "nan" not in str([*changed.rows, *together.rows])
     assert row(together, "a", "entropy")
     assert findings.dynamics({"arm": np.array(["a"]), "step": np.array([1])}) == []

@@ -212,6 +212,7 @@ def test_the_example_of_the_guide_runs(file, monkeypatch, capsys):
         .split("```")[0]
     )
     one = running.read(file)
+    assert isinstance(one, Study)
     base = toml.read_toml(file.parent / one.base)
     folder = file.parent / "runs" / "studies" / "smoke"
     made = studies.stated(one, base, folder, source="one")
