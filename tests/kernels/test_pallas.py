@@ -330,7 +330,8 @@ def test_a_projection_into_the_cache_is_one_that_is_then_written(pages, dtype):
 # --- attention -------------------------------------------------------------------------------
 
 
-def attention_inputs(numerics, length):
+def attention_inputs(numerics, length) -> tuple[Any, ...]:
+    """Query, key, value and positions, of NumPy where the library's types name JAX's arrays."""
     batch, heads, group, size = 2, 2, 2, 16
     query = normal(0, batch, heads, length * group, size) * size**-0.5
     key, value = normal(1, batch, heads, size, length), normal(2, batch, heads, length, size)
