@@ -11,6 +11,7 @@ import types
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -40,7 +41,13 @@ TEMPLATE = (
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 PAIRS = [("2 + 2", 4), ("3 + 1", 4), ("9 + 9", 18)]
-TRAINED = {"steps": 2, "samples": 4, "prompts_per_step": 2, "max_tokens": 6, "seed": 3}
+TRAINED: dict[str, Any] = {
+    "steps": 2,
+    "samples": 4,
+    "prompts_per_step": 2,
+    "max_tokens": 6,
+    "seed": 3,
+}
 
 
 @tim.per_item
@@ -207,7 +214,7 @@ def test_every_stop_token_is_saved(model, tmp_path):
 
 # Sampling and scoring.
 
-DRAWN = {"samples": 4, "max_tokens": 10, "seed": 0}
+DRAWN: dict[str, Any] = {"samples": 4, "max_tokens": 10, "seed": 0}
 TRUNCATED = {"temperature": 0.7, "top_k": 9, "top_p": 0.9}
 
 
@@ -284,14 +291,15 @@ def test_neither_devices_nor_slots_nor_micro_batches_change_a_bit(folder, model)
 def test_chat_messages_go_through_the_template(tmp_path):
     chatty = tim.load(make_folder(tmp_path / "chatty", TEMPLATE))
     messages = [{"role": "user", "content": "2 + 2"}]
+    asked: dict[str, tuple[Any, bool | Literal["auto"]]] = {
+        "text": ("2 + 2", "auto"),
+        "messages": (messages, "auto"),
+        "written out": ("user:2 + 2\na:", False),
+        "plain": ("2 + 2", False),
+    }
     found = {
         name: tim.sample(chatty, [prompt], max_tokens=10, chat_template=how)
-        for name, prompt, how in (
-            ("text", "2 + 2", "auto"),
-            ("messages", messages, "auto"),
-            ("written out", "user:2 + 2\na:", False),
-            ("plain", "2 + 2", False),
-        )
+        for name, (prompt, how) in asked.items()
     }
     lengths = {name: int(rollout.arrays.prompt_lengths[0]) for name, rollout in found.items()}
     assert lengths == {"text": 13, "messages": 13, "written out": 13, "plain": 5}
@@ -321,15 +329,18 @@ def test_what_cannot_be_sampled(model, prompts, changes, message):
         tim.sample(model, prompts, **{"max_tokens": 10, **changes})
 
 
+NO_MODEL: Any = "a/model"
+
+
 @pytest.mark.parametrize(
     "use",
     [
-        lambda: tim.sample("a/model", ["a"]),
-        lambda: tim.score("a/model", "rollout"),
-        lambda: tim.audit("a/model"),
-        lambda: tim.save("a/model", "folder"),
-        lambda: tim.diagnose("a/model", "rollouts.jsonl"),
-        lambda: tim.grpo("a/model", PAIRS, reward=by_length, optimizer=optax.sgd(1e-2), **TRAINED),
+        lambda: tim.sample(NO_MODEL, ["a"]),
+        lambda: tim.score(NO_MODEL, "rollout"),
+        lambda: tim.audit(NO_MODEL),
+        lambda: tim.save(NO_MODEL, "folder"),
+        lambda: tim.diagnose(NO_MODEL, "rollouts.jsonl"),
+        lambda: tim.grpo(NO_MODEL, PAIRS, reward=by_length, optimizer=optax.sgd(1e-2), **TRAINED),
     ],
 )
 def test_a_path_is_no_model(use):
@@ -341,9 +352,9 @@ def test_a_path_is_no_model(use):
 
 def test_what_is_no_source_of_a_model():
     with pytest.raises(InputError, match="source must be a folder or a name, got None"):
-        tim.load(None)
+        tim.load(None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match="decode_batch must be a whole number, got '8'"):
-        tim.load("model", decode_batch="8")
+        tim.load("model", decode_batch="8")  # pyright: ignore[reportArgumentType]
 
 
 def test_only_a_rollout_can_be_scored(model):
@@ -351,7 +362,7 @@ def test_only_a_rollout_can_be_scored(model):
         InputError,
         match=r"give what tim_jax\.sample returns, a file, or rows of another engine, got int",
     ):
-        tim.score(model, 3)
+        tim.score(model, 3)  # pyright: ignore[reportArgumentType]
 
 
 # Training.
@@ -616,24 +627,25 @@ def test_a_reward_that_becomes_nonsense_ends_the_step(model):
 
 
 def test_arguments_are_known_by_what_other_libraries_call_them(model):
-    with pytest.raises(InputError, match="no argument 'num_generations'; did you mean 'samples'"):
-        tim.grpo(model, PAIRS, reward=by_length, steps=1, num_generations=4)
-    for elsewhere, right in (
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"num_generations": 4}, "no argument 'num_generations'; did you mean 'samples'"),
         ({"lr": 1e-4}, "did you mean 'optimizer'"),
         ({"micro_batch": 4}, r"training=model.training\(micro_batch="),
         ({"beta": 0.1}, r"objective=tim_jax.objectives.grpo\(kl_coefficient="),
-    ):
+    ]
+    for elsewhere, right in cases:
         with pytest.raises(InputError, match=right):
             tim.grpo(model, PAIRS, reward=by_length, steps=1, **elsewhere)
     with pytest.raises(InputError, match="no argument 'max_new_tokens'; did you mean 'max_tokens'"):
-        tim.sample(model, ["2"], max_new_tokens=4)
+        tim.sample(model, ["2"], max_new_tokens=4)  # pyright: ignore[reportCallIssue]
     for verb, wrong, right in (
         (tim.save, "dtpye", "dtype"),
         (tim.score, "formt", "format"),
         (tim.audit, "quikc", "quick"),
     ):
+        options: dict[str, Any] = {wrong: 1}
         with pytest.raises(InputError, match=f"no argument '{wrong}'; did you mean '{right}'"):
-            verb(model, **{wrong: 1})
+            verb(model, **options)
 
 
 def test_a_dtype_may_be_one_of_jax(folder):
@@ -795,7 +807,7 @@ def test_grpo_in_a_hundred_lines():
     path = ROOT / "scripts" / "minimal_grpo.py"
     source = path.read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 100
-    names = {"__name__": "minimal_grpo"}
+    names: dict[str, Any] = {"__name__": "minimal_grpo"}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         exec(compile(source, str(path), "exec"), names)
         history = names["train"](steps=12)
@@ -839,7 +851,7 @@ def test_a_template_that_rewrites_history_is_refused_unless_somebody_says_what_t
         begin()
     begin(training=model.training(turns=tim.Turns(max_tokens=2, history="cut"), max_tokens=20))
     with pytest.raises(InputError, match="Turns: history 'drop' is unknown"):
-        tim.Turns(history="drop")
+        tim.Turns(history="drop")  # pyright: ignore[reportArgumentType]
 
 
 def test_grpo_is_small():

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -233,7 +234,8 @@ def routed(model):
 @pytest.mark.slow
 def test_experts_of_another_engine_are_replayed_and_compared(mixture):
     rows = list(routed(mixture))
-    how = {"optimizer": optax.sgd(0.0)}  # so that the second step begins where the first did
+    # So that the second step begins where the first did.
+    how: dict[str, Any] = {"optimizer": optax.sgd(0.0)}
     replaying = mixture.training(routing="replayed")
     step = tim.learn(mixture, rows, REWARDS, training=replaying, **how)
     assert (step.metrics["exact_share"], step.metrics["routing/agreement"]) == (1.0, 1.0)

@@ -998,7 +998,7 @@ def test_a_dated_run_from_before_its_day_was_kept_is_refused(folder):
     for template in (None, "{{ messages[0].content }}", "{{ strftime_now('%d') }}"):
         tokenizer.chat_template = template
         mark = checkpoints.prompts_mark(Text(tokenizer, 8), [Example("1", "2")] * 200)
-        checkpoints.check_marks(Restored(3, {}, mark), mark, "run")
+        checkpoints.check_marks(Restored(3, {}, dict(mark)), mark, "run")
         if template is None or "now" not in template:
             checkpoints.check_marks(before, mark, "run")
         else:
@@ -1099,7 +1099,9 @@ def test_the_page_of_a_command_says_what_it_does_in_80_columns(command, capsys, 
         with pytest.raises(SystemExit, match="0"):
             cli.main(arguments)
         pages[len(arguments)] = capsys.readouterr().out
-    what = re.search(rf"^    {command}\s+(.*)$", pages[1], re.MULTILINE)[1]
+    listed = re.search(rf"^    {command}\s+(.*)$", pages[1], re.MULTILINE)
+    assert listed is not None
+    what = listed[1]
     assert f"\n\n{what[0].upper()}{what[1:]}.\n\n" in pages[2]
     assert max(map(len, pages[2].splitlines())) <= 80
 

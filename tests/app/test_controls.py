@@ -1,6 +1,7 @@
 """Matched controls: a sampler's differences on both sides, where no token's log-prob differs."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -128,5 +129,5 @@ def test_a_control_is_planned_with_its_entries_once(tmp_path, unmeasured):
     assert planned.sampler.mismatch == mismatch.EXACT
     execution = assembly.make_execution(control, model)
     assert planned.execution.edits == execution.edits != ()
-    job = SimpleNamespace(config=control, model=model, execution=execution)
+    job: Any = SimpleNamespace(config=control, model=model, execution=execution)
     assert train._warm_execution(job).edits == ()

@@ -19,6 +19,7 @@ from collections import Counter
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fuzzing
 import jax
@@ -246,7 +247,8 @@ def test_a_disk_that_is_full_in_the_middle_of_any_file_is_one_line(work, whole):
     orbax cuts the arrays of a checkpoint into files by chance, so that one may be larger than a
     model. In the second run the model is written before any checkpoint.
     """
-    for number, (name, size) in enumerate(too_small().items()):
+    cases = too_small()
+    for number, (name, size) in enumerate(cases.items()):
         run = f"short-{number}"
         if name == ".model.new":
             shutil.rmtree(run)
@@ -256,8 +258,9 @@ def test_a_disk_that_is_full_in_the_middle_of_any_file_is_one_line(work, whole):
         refused(outcome, "File too large")
         assert name in outcome.err
         shutil.move(run, f"short-{number + 1}")  # see `goes_on`
-    assert checkpoints.list_steps(Path(f"short-{number + 1}", "checkpoints"))[-1] == STEPS
-    goes_on(f"short-{number + 1}", whole)
+    last = f"short-{len(cases)}"
+    assert checkpoints.list_steps(Path(last, "checkpoints"))[-1] == STEPS
+    goes_on(last, whole)
 
 
 def too_small():
@@ -333,11 +336,12 @@ def child(stage, times, run, **options):
 
 def environment():
     """Of children, which take the programs that this process has compiled, and keep none."""
+    settings: Any = jax.config  # its options are attributes that are made as JAX is imported
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(jax.device_count()),
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_COMPILATION_CACHE_DIR": str(settings.jax_compilation_cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9",  # one half written would stay so
     }
 
@@ -476,8 +480,9 @@ def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_not_missed(tmp_path
 def test_a_clock_that_goes_back_changes_nothing(work, whole, monkeypatch):
     """Each look at the clock is an hour before the last, and what was written is of tomorrow."""
     cut("clock")
+    tomorrow = time.time() + 86_400
     for path in [*Path("clock").rglob("*"), Path("clock")]:
-        os.utime(path, (time.time() + 86_400,) * 2)
+        os.utime(path, (tomorrow, tomorrow))
     now = [time.time()]
 
     def back():

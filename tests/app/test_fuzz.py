@@ -51,6 +51,7 @@ FEW = settings(max_examples=12, **MANY)
 
 def several(count):
     """This many cases of an exploration; in every other run 36 in 100 of them, always the same."""
+    assert settings.default is not None
     share = 36 if settings.default.derandomize else 100
     return settings(max_examples=count * share // 100, **MANY)
 

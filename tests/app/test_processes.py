@@ -99,6 +99,7 @@ def test_a_process_that_only_waits_says_so_when_another_dies(tmp_path, dead):
         folder=tmp_path,
     )
     for process in running:
+        assert process.stdout is not None
         assert process.stdout.readline() == "joined\n"
     running[dead].kill()
     found = finished(running, 60)

@@ -414,8 +414,8 @@ def test_xla_updates_bfloat16_in_place_before_and_after_it_learnt_to(version, to
     # A user's list is joined with it, and so is that of an update.
     joined = numerics.with_options({option: "mine"})
     wanted = ["float-normalization-bf16", "mine"] if told else ["mine"]
-    assert dict(joined.compiler_options)[option].split(",") == wanted
-    of_update = dict(lean(joined).compiler_options)[option].split(",")
+    assert str(dict(joined.compiler_options)[option]).split(",") == wanted
+    of_update = str(dict(lean(joined).compiler_options)[option]).split(",")
     assert of_update[: len(wanted)] == wanted
     assert len(of_update) > len(wanted)
     other = AbstractDevice("TPU v5 lite", 1, "tpu")

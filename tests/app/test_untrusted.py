@@ -11,6 +11,7 @@ import sys
 import types
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import fuzzing
 import pytest
@@ -333,7 +334,7 @@ SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 def test_a_key_of_the_environment_is_in_no_message_and_no_file(monkeypatch):
     """A library that says the key it was given, as some of W&B's errors do."""
-    wandb = types.ModuleType("wandb")
+    wandb: Any = types.ModuleType("wandb")
     wandb.Error = type("Error", (Exception,), {})
     wandb.Settings = dict
 

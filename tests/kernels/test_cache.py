@@ -1,6 +1,7 @@
 """The cache in a compiled sampler: written in place, and read whole by attention alone."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,8 @@ def lowered(numerics):
         ids=jnp.arange(SLOTS, dtype=jnp.int32),
     )
     arguments = weights, prompts, jax.random.key(0)
-    return programs.sampling_program(execution, samples=1).lower(*arguments), arguments
+    program: Any = programs.sampling_program(execution, samples=1)
+    return program.lower(*arguments), arguments
 
 
 def compiled(numerics):

@@ -133,11 +133,11 @@ def test_rows_are_split_without_padding_where_few_more_tiles_allow_it():
     [
         (lambda: Rows(0, 3), "low=0"),
         (lambda: Rows(8, 4), "high=4"),
-        (lambda: Numerics(family="tile"), "'tile'"),
+        (lambda: Numerics(family="tile"), "'tile'"),  # pyright: ignore[reportArgumentType]
         (lambda: Numerics(compute_dtype="float64"), "'float64'"),
         (lambda: Numerics(kv_block=48), "48"),
         (lambda: Numerics(head_rows=0), "0"),
-        (lambda: Numerics(cache_write="scater"), "scater"),  # pyright: ignore
+        (lambda: Numerics(cache_write="scater"), "scater"),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_impossible_numerics_are_refused(build, message):
@@ -206,7 +206,9 @@ def test_gradients_of_dot(numerics):
 
 def factors(function, *arrays):
     """The dtypes of the left factors of a compiled function's products."""
-    module = hlo.parse(jax.jit(function).lower(*arrays).compile().as_text())
+    text = jax.jit(function).lower(*arrays).compile().as_text()
+    assert text is not None
+    module = hlo.parse(text)
     return [
         of[one.operands[0]].types[0].dtype
         for of in module.computations.values()
@@ -386,7 +388,7 @@ def test_gradients_of_attention(aligned):
         def moved(sign, i=index, arrays=arrays, direction=direction, step=step):
             shifted = [_Float64(f64(x)) for x in arrays]
             shifted[i] = _Float64(shifted[i].array + sign * step * direction)
-            return (reference_attention(*shifted, positions) * f64(cotangent)).sum()
+            return (reference_attention(*shifted, positions=positions) * f64(cotangent)).sum()
 
         slope = (moved(1) - moved(-1)) / (2 * step)
         assert (f64(gradient) * direction).sum() == pytest.approx(slope, rel=2e-5, abs=2e-4)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -329,7 +330,8 @@ def test_a_projection_into_the_cache_is_one_that_is_then_written(pages, dtype):
 # --- attention -------------------------------------------------------------------------------
 
 
-def attention_inputs(numerics, length):
+def attention_inputs(numerics, length) -> tuple[Any, ...]:
+    """Query, key, value and positions, of NumPy where the library's types name JAX's arrays."""
     batch, heads, group, size = 2, 2, 2, 16
     query = normal(0, batch, heads, length * group, size) * size**-0.5
     key, value = normal(1, batch, heads, size, length), normal(2, batch, heads, length, size)
@@ -435,8 +437,9 @@ def test_gradients_of_attention(family, dtype, window):
     attend = partial(kernels.attention, numerics=numerics, aligned=True)
 
     def loss(arrays):
-        inside = None if window is None else np.int32(window)
-        return jnp.sum((attend(*arrays, at, window=inside) * cotangent).astype(jnp.float32))
+        inside: Any = None if window is None else np.int32(window)
+        mixed = attend(*arrays, positions=at, window=inside)
+        return jnp.sum((mixed * cotangent).astype(jnp.float32))
 
     found = jax.jit(jax.grad(loss))((query, key, value))
     expected = reference_gradients(query, key, value, at, window, cotangent)
@@ -453,7 +456,7 @@ def test_gradients_of_attention_with_keys_wider_than_values(family):
     query, key = np.concatenate([query] * 3, axis=3), np.concatenate([key] * 3, axis=2)
     cotangent = normal(7, *query.shape[:3], value.shape[3])
     attend = partial(kernels.attention, numerics=family, aligned=True)
-    loss = jax.jit(jax.grad(lambda arrays: jnp.sum(attend(*arrays, at) * cotangent)))
+    loss = jax.jit(jax.grad(lambda arrays: jnp.sum(attend(*arrays, positions=at) * cotangent)))
     expected = reference_gradients(query, key, value, at, None, cotangent)
     for one, exact in zip(loss((query, key, value)), expected, strict=True):
         near(one, exact, "float32")
@@ -468,7 +471,7 @@ def test_gradients_of_attention_are_those_of_each_sequence_alone(family):
     @jax.jit
     def gradients(arrays, at, cotangent):
         attend = partial(kernels.attention, numerics=family, aligned=True)
-        return jax.grad(lambda arrays: jnp.sum(attend(*arrays, at) * cotangent))(arrays)
+        return jax.grad(lambda arrays: jnp.sum(attend(*arrays, positions=at) * cotangent))(arrays)
 
     whole = gradients((query, key, value), at, cotangent)
     alone = gradients(tuple(x[1:] for x in (query, key, value)), at[1:], cotangent[1:])
@@ -483,7 +486,7 @@ def test_attention_reads_pages_in_any_order_to_the_same_bits(family, dtype, wind
     query, key, value, at = attention_inputs(numerics, count * block - 5)
     key = np.pad(np.asarray(key), ((0, 0), (0, 0), (0, 0), (0, 5)))
     value = np.pad(np.asarray(value), ((0, 0), (0, 0), (0, 5), (0, 0)))
-    window = np.int32(block + 5) if windowed else None
+    window: Any = np.int32(block + 5) if windowed else None
     whole = jitted(numerics, "attention", aligned=False)(query, key, value, at, window=window)
     batch, heads, size = key.shape[:3]
     total = batch * count + 2
@@ -513,7 +516,7 @@ def test_heads_and_blocks_of_a_step_on_a_tpu_decide_no_bit():
 
         @jax.jit
         def run(*arrays):
-            mixed, backward = jax.vjp(lambda *arrays: attend(*arrays, at), *arrays)
+            mixed, backward = jax.vjp(lambda *arrays: attend(*arrays, positions=at), *arrays)
             return mixed, *backward(cotangent)
 
         return list(map(bits, run(query, key, value)))
@@ -530,7 +533,8 @@ def test_a_step_of_attention_on_a_tpu_copies_each_block_that_is_seen_once(taken)
     most_blocks = 11
     blocks = np.arange(most_blocks)
     steps, places = np.arange(-(-most_blocks // taken)), np.arange(taken)
-    step, place, least, most = np.meshgrid(steps, places, blocks, blocks, indexing="ij")
+    grid: Any = np.meshgrid(steps, places, blocks, blocks, indexing="ij")
+    step, place, least, most = grid
     found = np.asarray(block_of_step(step, place, taken, least, most))
     own, some = step * taken + place, least <= most
     seen = (least <= own) & (own <= most)
@@ -680,7 +684,10 @@ def test_a_product_takes_the_widest_tile_that_leaves_enough_programs(rows, colum
         (lambda: TpuTiles(few_rows=8), "few_rows must be 0 or at least 16, got 8"),
         (lambda: TpuTiles(columns=64), "columns must be at least 128, got 64"),
         (lambda: Numerics(interpret=True), "interpret is for the Pallas families"),
-        (lambda: Numerics(family="palas_gpu"), "did you mean 'pallas_gpu'"),
+        (
+            lambda: Numerics(family="palas_gpu"),  # pyright: ignore[reportArgumentType]
+            "did you mean 'pallas_gpu'",
+        ),
         (lambda: Numerics(kv_block=1), "kv_block must be a power of two, at least 2, got 1"),
     ],
 )

@@ -97,4 +97,4 @@ def test_a_gpu_compiles_repeatable_programs_unless_it_is_told_otherwise():
 
 def test_an_unknown_way_is_named():
     with pytest.raises(InputError, match="row_sums = 'sort'; known: scatter, sorted"):
-        Numerics(row_sums="sort")  # pyright: ignore
+        Numerics(row_sums="sort")  # pyright: ignore[reportArgumentType]

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ MIXTURE = replace(
 )
 
 
-def execution(config=tiny.CONFIG, numerics=tiny.NUMERICS, where=SINGLE, lora=LORA):
+def execution(config=tiny.CONFIG, numerics=tiny.NUMERICS, where=SINGLE, lora: Lora | None = LORA):
     return replace(tiny.EXECUTION, config=config, numerics=numerics, placement=where, lora=lora)
 
 
@@ -113,8 +114,8 @@ def test_the_rule_is_a_float32_sum_rounded_once():
         adapters.whole(own, params), config=tiny.CONFIG, lora=LORA, numerics=tiny.BF16
     )
     for name, row in adapters.targets(tiny.CONFIG, LORA).items():
-        a, b = np.float64(own[name]["a"]), np.float64(own[name]["b"])
-        whole = np.float64(params["layers"][row.name]) + LORA.scale * (a @ b)
+        a, b = (np.asarray(own[name][part], np.float64) for part in ("a", "b"))
+        whole = np.asarray(params["layers"][row.name], np.float64) + LORA.scale * (a @ b)
         found = np.asarray(merged["layers"][row.name])
         assert found.dtype == jnp.bfloat16
         # But for ties the nearest bfloat16: half a unit in the last place, and float32's error.
@@ -142,7 +143,8 @@ def test_a_base_is_kept_in_the_narrowest_dtype_that_loses_nothing():
     rng = np.random.default_rng(0)
     wide = rng.standard_normal((4, 4)).astype(np.float32)
     narrow = np.asarray(wide.astype(jnp.bfloat16)).astype(np.float32)
-    found = adapters.narrowed({"wide": wide, "narrow": narrow, "zero": np.float32([-0.0, 0.0])})
+    zero = np.asarray([-0.0, 0.0], np.float32)
+    found = adapters.narrowed({"wide": wide, "narrow": narrow, "zero": zero})
     assert found["wide"].dtype == np.float32
     assert found["narrow"].dtype == found["zero"].dtype == jnp.bfloat16
     assert np.array_equal(found["narrow"].astype(np.float32), narrow)
@@ -175,6 +177,7 @@ def test_sampler_and_learner_are_equal_after_updates_and_the_base_stays(config, 
     params = adapters.whole(state.params, base)
     assert tiny.bits(run.prepare(params)) == tiny.bits(weights)
     plain = programs.weights_program(replace(what, lora=None))
+    assert run.merged is not None
     assert tiny.bits(plain(run.merged(params))) == tiny.bits(weights)
 
 
@@ -188,14 +191,14 @@ def test_the_weights_after_an_update_are_those_prepared_anew(lora):
     fresh = built(what).prepare(adapters.whole(state.params, base))
     for one, other in zip(*map(jax.tree.leaves, (weights, fresh)), strict=True):
         assert tiny.bits(one) == tiny.bits(other)
-    first = adapters.init(what.config, what.lora, 0)
+    first = adapters.init(what.config, lora, 0)
     before = built(what).prepare(adapters.whole(first, base))
     moved = [
         name
         for name, leaf in weights["layers"].items()
         if tiny.bits(leaf) != tiny.bits(before["layers"][name])
     ]
-    assert sorted(moved) == sorted(adapters.changed(what.config, what.lora))
+    assert sorted(moved) == sorted(adapters.changed(what.config, lora))
 
 
 def test_the_optimiser_has_the_size_of_the_adapters_alone():
@@ -260,9 +263,8 @@ def test_no_sum_of_a_matrix_of_gradients_is_in_the_update():
         rewards = tiny.rewards()
         given = weights, None, state.carried, tiny.rollout(UNTIED), rewards, None
         batch = jax.eval_shape(run.experience, *given).experience
-        text = run.update.lower(
-            state, weights, batch, jnp.int32(0), jnp.float32(1.0), base
-        ).as_text()
+        update: Any = run.update
+        text = update.lower(state, weights, batch, jnp.int32(0), jnp.float32(1.0), base).as_text()
         joined = [weights["layers"][name].shape for name in ("qkv", "gate_up")]
         found = ["x".join(map(str, shape)) for shape in joined]
         assert all(f"tensor<{shape}xbf16>" in text for shape in found)

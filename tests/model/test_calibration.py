@@ -76,6 +76,7 @@ def test_between_the_counts_that_are_tried_a_row_has_the_same_bits(monkeypatch):
     found = calibration.calibrate(tiny.CONFIG, EXACT_F32, batch=4, longest=64)
     rng = np.random.default_rng(7)  # other data than the measurement's
     low, high = found.attention_rows.low, found.attention_rows.high
+    assert high is not None
     assert low < high
     query, key, value = (
         rng.standard_normal(shape).astype(np.float32)

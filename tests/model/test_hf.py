@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,9 +126,10 @@ def test_saved_checkpoint_gives_transformers_the_same_bits(name, tmp_path):
         folder = tmp_path / f"ours{files}"
         hf.save(folder, params, config, max_shard_bytes=max_shard_bytes)
         assert files is None or len(list(folder.glob("*.safetensors"))) == files
-        again, report = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="eager", output_loading_info=True
         )
+        again, report = loaded
         assert not any(report[key] for key in ("missing_keys", "unexpected_keys"))
         np.testing.assert_array_equal(torch_logits(model, TOKENS), torch_logits(again, TOKENS))
         ids = ("eos_token_id", "bos_token_id", "pad_token_id")

@@ -19,6 +19,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
 from tim_jax.instruments.auditing import random_params
 from tim_jax.instruments.plan.known_models import PUBLISHED
+from tim_jax.mismatch.weights import QuantisedWeights
 from tim_jax.model import adapters, fitting, parameters, rope, transformer
 from tim_jax.model.adapters import Lora
 from tim_jax.model.config import DENSE, LatentConfig
@@ -153,6 +154,7 @@ def test_slots_and_pages_draw_the_same():
 
 
 # Sizes that four devices divide.
+assert CONFIG.latent is not None
 EVEN = replace(
     CONFIG,
     hidden_size=32,
@@ -218,6 +220,7 @@ def test_the_cache_has_the_compressed_states_and_no_heads():
     positions = jnp.broadcast_to(jnp.arange(7)[None], (3, 7))
     _, cache, _ = forward(tiny.weights(EXECUTION), tokens, positions)
     latent, layers = CONFIG.latent, CONFIG.num_layers
+    assert latent is not None
     assert cache.key.shape == (layers, 3, 1, latent.kv_lora_rank + latent.qk_rope_head_dim, 7)
     assert cache.value.shape == (layers, 3, 1, 7, latent.kv_lora_rank)
     states = np.asarray(cache.key)[:, :, :, : latent.kv_lora_rank]
@@ -308,6 +311,7 @@ def test_published_models_have_kernels(name, numerics):
 
 
 def test_what_a_gpu_cannot_take_is_refused_by_name():
+    assert BLOCKS.latent is not None
     odd = replace(BLOCKS, latent=replace(BLOCKS.latent, kv_lora_rank=96))
     with pytest.raises(InputError, match="compressed state of 96 numbers"):
         fitting.check(odd, FAMILIES["gpu"])
@@ -347,6 +351,8 @@ def test_a_head_by_head_matrix_is_quantised_as_the_checkpoint_has_it(group):
     """`kv_b_proj` makes keys and values out of states: a scale per key or value of a head."""
     entry, found = quantised(group)
     params, latent = tiny.params(CONFIG), CONFIG.latent
+    assert latent is not None
+    assert isinstance(entry, QuantisedWeights)
     rounded = {**params["layers"], "kv_up": jax.jit(entry.rounded)(params["layers"]["kv_up"])}
     expected = jax.jit(EXECUTION.prepare)({**params, "layers": rounded})["layers"]
     found, before = found["layers"], tiny.weights(EXECUTION)["layers"]

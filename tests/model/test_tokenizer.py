@@ -376,7 +376,8 @@ def test_a_date_whose_format_is_computed_is_refused():
 
 
 def test_equal_prompts_are_looked_at_once():
-    tokenizer, seen = templated(), []
+    tokenizer: Any = templated()
+    seen: list[str] = []
     true = tokenizer.apply_chat_template
 
     def apply(chat, **options):

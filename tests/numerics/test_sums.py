@@ -57,7 +57,7 @@ def test_bits_do_not_depend_on_the_layout(function, seed):
 @pytest.mark.parametrize("shape", [(2,), (64,), (8, 16)], ids=str)
 def test_products_that_feed_a_sum_are_rounded_first(shape):
     """A product fused into the first addition (fma) would change bits with the fusion."""
-    x, y = np.float32(np.random.default_rng(0).standard_normal((2, *shape)))
+    x, y = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
     rounded = jnp.asarray(x * y)
     for total in (sums.tree_sum, lambda v: jnp.stack(sums.compensated_sum(v))):
         fused = jax.jit(lambda x, y, total=total: total(x * y))(x, y)
@@ -73,7 +73,7 @@ def test_a_plain_sum_does_depend_on_the_layout():
 @settings(deadline=None, max_examples=30)
 def test_compensated_sum_is_the_float64_sum(seed, scale):
     rng = np.random.default_rng(seed)
-    values = np.float32(rng.standard_normal(200) * 10.0 ** (scale * rng.random(200)))
+    values = (rng.standard_normal(200) * 10.0 ** (scale * rng.random(200))).astype(np.float32)
     values[100:] = -values[:100] * np.float32(1 + 1e-6)
     high, low = sums.compensated_sum(jnp.asarray(values))
     exact, found = math.fsum(values.astype(np.float64)), float(high) + float(low)
@@ -84,7 +84,8 @@ def test_compensated_sum_is_the_float64_sum(seed, scale):
 @settings(deadline=None, max_examples=30)
 def test_two_sum_loses_nothing(seed):
     rng = np.random.default_rng(seed)
-    a, b = np.float32(rng.standard_normal((2, 50)) * 10.0 ** rng.uniform(-12, 12, (2, 50)))
+    values = rng.standard_normal((2, 50)) * 10.0 ** rng.uniform(-12, 12, (2, 50))
+    a, b = values.astype(np.float32)
     total, error = (np.asarray(x) for x in jax.jit(sums.two_sum)(a, b))
     for parts, whole in zip(zip(total, error, strict=True), zip(a, b, strict=True), strict=True):
         assert sum(map(Fraction, map(float, parts))) == sum(map(Fraction, map(float, whole)))

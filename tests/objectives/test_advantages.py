@@ -1,7 +1,7 @@
 """Advantages against float64 formulas by token, identities, and the bits of other programs."""
 
 from functools import cache, partial
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ FIELDS = ("rewards", "mask", "token_rewards", "greedy_rewards", "energies", "log
 OF_TOKENS = ("reinforce", "reinforce_plus_plus", "remax", BY_TOKEN)
 
 
-def draw(seed, prompts, size, width, dropped=True, by_token=False):
+def draw(seed, prompts, size, width, dropped=True, by_token=False) -> dict[str, Any]:
     """Rewards in eighths, ragged masks with some rows empty, and energies of real softmaxes."""
     rng = np.random.default_rng(seed)
     rows = prompts * size
@@ -210,9 +210,9 @@ def test_weighted_baselines_reduce_to_simpler_ones():
 def test_a_token_baseline_uses_only_the_rows_that_have_the_token():
     data = draw(11, 1, 4, 7)
     data["mask"] = np.arange(7)[None, :] < np.asarray([2, 5, 5, 7])[:, None]
-    data["rewards"] = np.float32([4, 1, 0, 3])
+    data["rewards"] = np.asarray([4, 1, 0, 3], np.float32)
     found = ours(data, 4, BY_TOKEN)
-    changed = ours({**data, "rewards": np.float32([9, 1, 0, 3])}, 4, BY_TOKEN)
+    changed = ours({**data, "rewards": np.asarray([9, 1, 0, 3], np.float32)}, 4, BY_TOKEN)
     assert np.array_equal(found[:, 2:], changed[:, 2:])
     assert np.all(found[1:, :2] != changed[1:, :2])
     # Alone at its tail, a row has no baseline, whatever the others' rewards.
@@ -269,7 +269,7 @@ def test_other_wrong_input_is_refused():
         advantages(jnp.ones(7), samples=2, estimator="rloo")
     for call in (needs, partial(check_samples, samples=2)):
         with pytest.raises(InputError, match="did you mean 'dr_grpo'"):
-            call("dr_grp")
+            call("dr_grp")  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match="samples = 0: must be 1 or more"):
         check_samples("remax", 0)
 

@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 from fractions import Fraction
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +35,20 @@ CASES = [(name, given) for name, several in OPTIONS.items() for given in several
 SPREADS = (0.001, 0.3, 3.0, 60.0)
 
 
-def batch(seed=0, rows=5, width=8, spread=0.3):
-    """Log-probs, old log-probs, advantages (one per row, both signs), mask; zeros off the mask."""
+def batch(seed=0, rows=5, width=8, spread=0.3) -> tuple[Any, Any, Any, Any]:
+    """Log-probs, old log-probs, advantages (one per row, both signs), mask; zeros off the mask.
+
+    Of NumPy, which serves as well as the arrays of JAX that the library's types name.
+    """
     rng = np.random.default_rng(seed)
     mask = np.arange(width)[None, :] < rng.integers(1, width + 1, size=rows)[:, None]
     log_probs = -rng.exponential(size=(rows, width)) * max(1.0, spread)
     old = np.minimum(log_probs + spread * rng.standard_normal((rows, width)), -1e-4)
     advantages = np.repeat(rng.standard_normal((rows, 1)), width, axis=1)
-    arrays = (np.where(mask, x, 0.0).astype(np.float32) for x in (log_probs, old, advantages))
-    return (*arrays, mask)
+    log_probs, old, advantages = (
+        np.where(mask, x, 0.0).astype(np.float32) for x in (log_probs, old, advantages)
+    )
+    return log_probs, old, advantages, mask
 
 
 def some(mask, seed):
@@ -217,9 +222,8 @@ def test_compiled_and_eager_agree(name):
 
 def flags(name, ratio, advantage, old=0.5, **options):
     """(low, high, dual, gradient) of one token whose probability was `old`."""
-    log_old = np.float32([[math.log(old)]])
-    log_probs = np.float32([[math.log(old * ratio)]])
-    arrays = log_probs, log_old, np.float32([[advantage]]), np.ones((1, 1), bool)
+    values = math.log(old * ratio), math.log(old), advantage
+    arrays = (*(np.full((1, 1), value, np.float32) for value in values), np.ones((1, 1), bool))
     found, gradient = evaluate(name, arrays, **options)
     return (*(bool(flag[0, 0]) for flag in found[2:]), float(gradient[0, 0]))
 
@@ -285,8 +289,8 @@ def test_the_trust_region_is_exact_near_certainty_and_impossibility(name, bound)
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_certainty_is_taken_as_rounded(name):
-    log_probs = np.float32([[0.0, 0.0, -1e-7, 0.0, -1e-3]])
-    old = np.float32([[0.0, -1e-7, 0.0, -1e-3, 0.0]])
+    log_probs = np.asarray([[0.0, 0.0, -1e-7, 0.0, -1e-3]], np.float32)
+    old = np.asarray([[0.0, -1e-7, 0.0, -1e-3, 0.0]], np.float32)
     found, gradient = evaluate(name, (log_probs, old, np.ones_like(old), np.ones((1, 5), bool)))
     assert not np.any(found.clipped_high)
     np.testing.assert_allclose(gradient, -np.exp(log_probs - old), rtol=1e-6)
@@ -470,7 +474,7 @@ def test_sharding_changes_no_choice(name, axis):
     @jax.jit
     def both(*arrays):
         chosen = losses.SELECTIONS[name](*arrays, **options)
-        return chosen, losses.policy_loss(name, *arrays, options, selected=chosen).loss
+        return chosen, losses.policy_loss(name, *arrays, given=options, selected=chosen).loss
 
     with jax.set_mesh(mesh):
         placed = NamedSharding(mesh, PartitionSpec("data", "tensor"))
@@ -483,10 +487,10 @@ def test_sharding_changes_no_choice(name, axis):
 def test_policy_loss_calls_by_name():
     arrays = [jnp.asarray(x) for x in batch(9)]
     expected = losses.clip(*arrays, clip_low=0.1)
-    found = losses.policy_loss("clip", *arrays, {"clip_low": 0.1})
+    found = losses.policy_loss("clip", *arrays, given={"clip_low": 0.1})
     np.testing.assert_array_equal(found.loss, expected.loss)
     with pytest.raises(InputError, match="'kl_cov' needs the tokens that `select` finds"):
-        losses.policy_loss("kl_cov", *arrays, {})
+        losses.policy_loss("kl_cov", *arrays, given={})
 
 
 def test_options_are_those_of_the_signatures():
@@ -581,12 +585,12 @@ def test_a_cap_holds_every_estimate_and_equal_policies_have_none(estimator):
     assert value[2] == 0.0
     gradient = jax.grad(total)(x)
     expected = [-29.0, 29.0, 0.0] if estimator.endswith("+") else [0.0, 0.0, estimator == "k1"]
-    np.testing.assert_allclose(gradient, np.float32(expected))
+    np.testing.assert_allclose(gradient, np.asarray(expected, np.float32))
 
 
 def test_kl_estimate_refuses_what_it_does_not_know():
     x = jnp.zeros(2)
     with pytest.raises(InputError, match=r"'k3\+\+' is unknown; did you mean 'k3\+'"):
-        kl_estimate(x, x, estimator="k3++")
+        kl_estimate(x, x, estimator="k3++")  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match=r"cap is 0\.0; it must be positive"):
         kl_estimate(x, x, estimator="k1", cap=0.0)

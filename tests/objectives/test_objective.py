@@ -1,6 +1,7 @@
 """Advantages, losses and normalisers against float64 formulas and identities."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,9 @@ import pytest
 from tim_jax import objectives
 from tim_jax.common.errors import InputError
 from tim_jax.objectives import Objective, losses
-from tim_jax.objectives.objective import token_weights
+from tim_jax.objectives.objective import Aggregation, Denominator, token_weights
 
-AGGREGATIONS = {
+AGGREGATIONS: dict[Aggregation, dict[str, Any]] = {
     "token_mean": {},
     "token_sum": {},
     "sequence_mean_token_mean": {},
@@ -21,7 +22,8 @@ AGGREGATIONS = {
 }
 
 
-def batch(seed=0, rows=6, width=9, spread=0.3):
+def batch(seed=0, rows=6, width=9, spread=0.3) -> tuple[Any, Any, Any, Any]:
+    """Of NumPy, which serves as well as the arrays of JAX that the library's types name."""
     rng = np.random.default_rng(seed)
     log_probs = -rng.exponential(size=(rows, width)).astype(np.float32)
     old = (log_probs + spread * rng.standard_normal((rows, width))).astype(np.float32)
@@ -315,7 +317,7 @@ def test_advantages_may_be_per_token_and_no_shape_is_broadcast(loss):
 def test_a_denominator_counts_what_it_says():
     mask = jnp.asarray([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], bool)
     kept = mask & jnp.asarray([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]], bool)
-    first = {
+    first: dict[tuple[Aggregation, Denominator], float] = {
         ("token_mean", "response"): 1 / 9,
         ("token_mean", "survivors"): 1 / 6,
         ("token_mean", "verl"): 1 / 6,
@@ -347,7 +349,7 @@ def test_a_nan_log_prob_shows_and_padding_does_not():
     log_probs, old, advantages, mask = batch(seed=4)
     for name in ("reinforce", "clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl"):
         objective = Objective(loss=name)
-        bad = np.where(mask, log_probs, np.nan)
+        bad: Any = np.where(mask, log_probs, np.nan)
         fine = objective.token_losses(bad, old, jnp.asarray(advantages), mask=jnp.asarray(mask))
         assert np.all(np.isfinite(fine.loss)), name
         bad[2, 0] = np.nan

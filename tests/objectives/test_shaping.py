@@ -1,6 +1,7 @@
 """Reward shaping against float64 formulas, at its corners, and in compiled programs."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,8 @@ def test_overlong_penalty_refuses_a_cache_outside_the_response(cache):
         overlong_penalty(jnp.ones(3, jnp.int32), longest=100, cache=cache)
 
 
-def log_probs(seed, rows=6, width=9):
+def log_probs(seed, rows=6, width=9) -> tuple[Any, Any, Any]:
+    """Of NumPy, which serves as well as the arrays of JAX that the library's types name."""
     rng = np.random.default_rng(seed)
     ours = -rng.exponential(size=(rows, width)).astype(np.float32)
     reference = (ours + 0.3 * rng.standard_normal((rows, width))).astype(np.float32)
@@ -66,7 +68,7 @@ def test_kl_penalty_matches_the_definition(estimator, seed):
 
 def test_kl_penalty_does_not_depend_on_padding_the_program_or_what_is_off_the_mask():
     ours, reference, mask = log_probs(2)
-    call = partial(kl_penalty, coefficient=0.05)
+    call: Any = partial(kl_penalty, coefficient=0.05)
     expected = np.asarray(call(ours, reference, mask))
     assert np.array_equal(np.asarray(jax.jit(call)(ours, reference, mask)), expected)
     dirty = [np.where(mask, x, np.float32(np.nan)) for x in (ours, reference)]
@@ -122,7 +124,7 @@ def test_a_divergence_that_is_not_finite_changes_nothing(kl):
 
 def test_the_controller_has_the_same_bits_compiled():
     call = partial(AdaptiveKL(target=0.7, horizon=10_000).update, sequences=384)
-    pairs = np.float32(np.random.default_rng(0).uniform(0, 2, (64, 2)))
+    pairs = np.random.default_rng(0).uniform(0, 2, (64, 2)).astype(np.float32)
     compiled = jax.jit(call)
     for coefficient, kl in pairs:
         assert call(jnp.float32(coefficient), jnp.float32(kl)) == compiled(coefficient, kl)

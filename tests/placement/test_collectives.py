@@ -57,7 +57,7 @@ def test_stages_change_nothing(names, axis, monkeypatch):
 def test_parts_of_a_sum_are_sent_in_their_own_dtype_and_added_in_float32():
     """One large and three small addends: in bfloat16 the small ones would be lost."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
-    addends = np.float32([256.0, 0.75, 0.75, 0.75])
+    addends = np.asarray([256.0, 0.75, 0.75, 0.75], np.float32)
     x = jnp.asarray(np.repeat(addends, 8).reshape(4, 8), jnp.bfloat16)
     reduce = jax.shard_map(
         lambda x: collectives._reduce(x[0], ("a",), 0),

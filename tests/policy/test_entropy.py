@@ -100,7 +100,7 @@ def test_energies_are_the_squared_norm_of_the_score():
     assert tiny.bits(scores.log_probs) == tiny.bits(plain.log_probs)
     assert plain.energy is None
     chosen, mask = np.exp(np.float64(scores.log_probs)), np.asarray(rollout.mask)
-    energy = np.float64(scores.energy)
+    energy = np.asarray(scores.energy, np.float64)
     # 1 - 2 p + sum of squares, the sum lying between p^2 and p^2 + (1 - p)^2.
     assert (energy >= (1 - chosen) ** 2 - 1e-6)[mask].all()
     assert (energy <= 2 * (1 - chosen) ** 2 + 1e-6)[mask].all()

@@ -85,7 +85,7 @@ def test_every_token_lies_once_and_in_its_place(seed, rows, longest, more):
     for start, row in zip(starts, order, strict=True):
         own = slice(start, start + wholes[row])
         np.testing.assert_array_equal(tokens[0, own], joined[row, : wholes[row]])
-        np.testing.assert_array_equal(positions[0, own], np.arange(wholes[row]))
+        np.testing.assert_array_equal(positions[0, own], np.arange(int(wholes[row])))
     assert int(used) == responses.sum()
     # What predicts a token is the one before it, and its value comes back to its place.
     at = prompts[:, None] - 1 + np.arange(longest)

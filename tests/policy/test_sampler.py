@@ -244,7 +244,7 @@ def test_writing_the_cache_in_one_scatter_changes_no_bit(pool):
 def test_a_response_does_not_depend_on_the_padding(pool):
     weights, numerics, whole = pool
     padding = jnp.full((6, 9), 6, jnp.int32)
-    longer = POOL.replace(tokens=jnp.concatenate([POOL.tokens, padding], axis=1))
+    longer = replace(POOL, tokens=jnp.concatenate([POOL.tokens, padding], axis=1))
     found = sample(weights, longer, samples=4, sampling=SAMPLING, numerics=numerics)
     same(found, whole, np.arange(24))
 
@@ -273,7 +273,8 @@ def test_compiles_once_and_ignores_what_lies_beyond_a_prompt(pool_program, seed)
     drawn = [
         program(
             weights,
-            POOL.replace(
+            replace(
+                POOL,
                 tokens=jnp.asarray(np.where(beyond, padding, tokens), jnp.int32),
                 lengths=jnp.asarray(lengths, jnp.int32),
             ),

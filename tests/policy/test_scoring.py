@@ -1,6 +1,7 @@
 """Log-probs of responses and their gradients, against float64; memory of the compiled learner."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -234,7 +235,7 @@ def test_compiles_once_for_all_lengths_and_contents():
 
 def temporary_bytes(rows, *, execution):
     """Of the compiled value-and-gradient program over `rows` sequences of 4 + 60 tokens."""
-    of = jax.ShapeDtypeStruct
+    of: Any = jax.ShapeDtypeStruct
     rollout = Rollout(
         prompts=of((rows, 4), jnp.int32),
         prompt_lengths=of((rows,), jnp.int32),
@@ -250,7 +251,9 @@ def temporary_bytes(rows, *, execution):
         return jnp.sum(jnp.where(rollout.mask, log_probs, 0.0)), log_probs
 
     program = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(weights, rollout)
-    return program.compile().memory_analysis().temp_size_in_bytes
+    analysis = program.compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
 
 
 @pytest.mark.slow

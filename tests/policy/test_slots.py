@@ -128,7 +128,9 @@ def test_no_slot_is_idle_while_a_sequence_waits(monkeypatch):
 def test_slots_take_the_memory_of_their_own_sequences():
     def temporaries(*batching):
         compiled = program(Batching(*batching)).lower(*arguments()).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     assert 0 < temporaries(*FEW) < temporaries()
     # A family that gathers the pages of a layer still keeps no more than one layer's rows.

@@ -15,6 +15,7 @@ import tiny
 from tim_jax import mismatch, objectives, optimizers
 from tim_jax.app.config import toml
 from tim_jax.common.errors import InputError
+from tim_jax.corrections import Mode
 from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.placement import SINGLE, Placement, split
 from tim_jax.rl import loop, programs
@@ -42,7 +43,9 @@ def grade(examples, completions):
 
 
 @cache
-def built(ahead=0, mode="bypass", *, dial=mismatch.EXACT, epochs=1, sampler=None, split=False):
+def built(
+    ahead=0, mode: Mode = "bypass", *, dial=mismatch.EXACT, epochs=1, sampler=None, split=False
+):
     """Programs; with `split`, the sampler has devices of its own."""
     return programs.build(
         Training(
@@ -283,6 +286,7 @@ def test_a_run_with_updates_in_flight_tells_drift_from_mismatch():
 
 def test_parts_of_a_response():
     entry = FLIGHT.in_flight
+    assert entry is not None
     assert [entry.parts(n) for n in (8, 6, 4, 3, 20)] == [
         [3, 3, 2],
         [3, 3],

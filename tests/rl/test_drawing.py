@@ -119,7 +119,7 @@ def check_in_step(drawn, task):
     assert [name for name, _ in found] == np.repeat(groups_of(drawn), GROUP).tolist()
     assert len(drawn.samples) == len(drawn.rewards) == len(found) == drawn.rollout.lengths.size
     numbers = [float(f"{name:04d}{sample}") for name, sample in found]
-    np.testing.assert_array_equal(drawn.rollout.log_probs[:, 0], np.float32(numbers))
+    np.testing.assert_array_equal(drawn.rollout.log_probs[:, 0], np.asarray(numbers, np.float32))
     for (name, sample), told, reward in zip(found, drawn.samples, drawn.rewards, strict=True):
         example = task.train[name % len(task.train)]
         assert (told.prompt, told.answer) == (example.prompt, example.answer)
@@ -198,7 +198,7 @@ def test_a_step_has_no_signal_if_no_reward_differs_from_those_it_is_compared_wit
 
 def test_shaped_rewards_speak_where_those_of_the_task_are_equal():
     equal = make_task([False] * 6)
-    shaped = {"overlong_cache": 2, "max_length": 4}
+    shaped: dict[str, Any] = {"overlong_cache": 2, "max_length": 4}
     assert draw(equal, **shaped)[0].metrics["without_signal"] == 0.0
     dropped = draw(equal, **shaped, drop_uninformative=True)[0]
     assert dropped.metrics["without_signal"] == 1.0

@@ -6,6 +6,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +127,7 @@ def test_other_numerics_and_distributions_keep_the_bits_too(name, batching):
 def test_scoring_sees_a_reply_that_was_another():
     """The comparison is of the whole context: one token of a reply changes what follows."""
     rollout = reference().rollout
-    replies = np.asarray(~rollout.drawn) & (np.arange(ROOM) < np.asarray(rollout.lengths)[:, None])
+    replies = ~np.asarray(rollout.drawn) & (np.arange(ROOM) < np.asarray(rollout.lengths)[:, None])
     row, column = np.argwhere(replies)[0]
     other = (rollout.responses[row, column] + 1) % CONFIG.vocab_size
     changed = replace(rollout, responses=rollout.responses.at[row, column].set(other))
@@ -191,6 +192,7 @@ def test_an_episode_of_one_turn_is_the_single_turn_sampler_s():
     short = replace(EXACT, sampling=replace(SAMPLING, max_tokens=40))
     alone = draw(weights(), tiny.prompts(), jax.random.key(7), execution=short, samples=tiny.GROUP)
     played = play(Replying(ending=1.0), execution=short, turns=Turns(1, 40)).rollout
+    assert played.drawn is not None
     assert played.drawn.sum() == played.lengths.sum()
     assert same(replace(played, drawn=None), alone)
 
@@ -285,9 +287,10 @@ def test_all_of_an_outcome_but_its_state_is_told():
         told.append(json.loads(json.dumps(replies())))
         return told[-1]
 
-    turns = [(row, None) for row in (5, 3)]
-    asking = SimpleNamespace(outcomes=lambda _: enumerate(outcomes))
-    first, other = SharedAsker(asking, True, tell), SharedAsker(None, False, lambda _: told[-1])
+    turns: Any = [(row, None) for row in (5, 3)]
+    asking: Any = SimpleNamespace(outcomes=lambda _: enumerate(outcomes))
+    unused: Any = None
+    first, other = SharedAsker(asking, True, tell), SharedAsker(unused, False, lambda _: told[-1])
     first.ask(turns)
     other.ask(turns)
     assert list(first.replies(waited_for=False)) == list(other.replies(waited_for=False)) == []
@@ -337,7 +340,7 @@ def test_rewards_are_sums_over_turns_and_stand_at_their_last_tokens():
     np.testing.assert_array_equal(played.rewards, np.full(tiny.ROWS, 6.0, np.float32))
     for row in range(tiny.ROWS):
         (at,) = np.flatnonzero(played.turn_rewards[row] == 1.0)
-        drawn = np.asarray(played.rollout.drawn[row])
+        drawn = np.asarray(played.rollout.drawn)[row]
         assert drawn[: at + 1].all()
         assert not drawn[at + 1 : at + 4].any()
         assert np.asarray(played.rollout.responses[row, at + 1 : at + 4]).tolist() == [7, 8, 9]
@@ -372,6 +375,7 @@ def test_an_episode_ends_by_its_environment_a_failure_its_turns_or_its_room():
 def test_a_reply_without_room_is_left_out_and_the_episode_counts_as_cut():
     played = play(Scripted(lambda turn: outcome(turn, np.zeros(ROOM), reward=1.0)))
     rollout = played.rollout
+    assert rollout.drawn is not None
     assert rollout.drawn.sum() == rollout.lengths.sum()
     assert not rollout.finished.any()
     assert played.rewards.tolist() == [1.0] * tiny.ROWS  # the turn was graded all the same
@@ -580,6 +584,7 @@ def test_a_sampler_that_differs_on_purpose_differs_in_every_turn():
 
 def test_masks_and_lengths_are_of_drawn_tokens():
     rollout = reference().rollout
+    assert rollout.drawn is not None
     np.testing.assert_array_equal(rollout.mask, rollout.drawn)
     np.testing.assert_array_equal(rollout.drawn_lengths, rollout.drawn.sum(1))
     assert (rollout.drawn_lengths < rollout.lengths).any()

@@ -20,7 +20,7 @@ from tim_jax.instruments.auditing.cases import Sizes, placements
 from tim_jax.kernels import experts
 from tim_jax.model import hf, parameters
 from tim_jax.model.config import LatentConfig
-from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Routing
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement, exchange
 from tim_jax.rl import loop, programs, sharded
@@ -179,7 +179,7 @@ DEEPSEEK = replace(
 SHARDED = Placement(fsdp=2, expert=2, decode="sharded")
 
 
-def execution(where=SINGLE, config=QWEN, numerics=tiny.NUMERICS, routing="compared"):
+def execution(where=SINGLE, config=QWEN, numerics=tiny.NUMERICS, routing: Routing = "compared"):
     return Execution(config, numerics, tiny.SAMPLING, where, routing=routing)
 
 
@@ -220,8 +220,10 @@ def test_sampler_and_learner_have_the_bits_of_one_device(where, config, numerics
     )
     compiled = score.lower(weights(what), rollout).compile()
     # Values are moved, and nothing is added up.
-    assert "all-to-all" in compiled.as_text()
-    assert not re.search("all-reduce|reduce-scatter", compiled.as_text())
+    text = compiled.as_text()
+    assert text is not None
+    assert "all-to-all" in text
+    assert not re.search("all-reduce|reduce-scatter", text)
     found = jax.device_get(compiled(weights(what), rollout)[0])
     assert tiny.bits(found[rollout.mask]) == tiny.bits(rollout.log_probs[rollout.mask])
 

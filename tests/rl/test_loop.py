@@ -360,7 +360,7 @@ def test_remax_compares_with_the_reward_of_the_greedy_response():
     )
     best = built.greedy(weights, prompts, jax.random.key(9))  # no draw: any key will do
     lengths = [len(text) for text in TEXT.completions(best)]
-    np.testing.assert_array_equal(greedy, np.float32(lengths) / 8)
+    np.testing.assert_array_equal(greedy, np.asarray(lengths, np.float32) / 8)
     np.testing.assert_array_equal(advantages, rewards - jnp.repeat(greedy, tiny.GROUP))
     assert len({*greedy.tolist(), *rewards.tolist()}) > 2
     assert not np.asarray(best.log_probs).any()
@@ -370,7 +370,7 @@ def prepared(objective, rollout, rewards, **given):
     """A step's preparation in bypass mode, which needs no model."""
     learning = Learning(objective, tiny.GROUP)
     how = {"score": tiny.policy(EXECUTION, learning).score, "learning": learning}
-    return experience(None, None, Carried(()), rollout, jnp.asarray(rewards), **given, **how)
+    return experience({}, None, Carried(()), rollout, jnp.asarray(rewards), **given, **how)
 
 
 def ragged(lengths):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tim_jax import objectives, optimizers
 from tim_jax.app.config import toml
 from tim_jax.common.errors import InputError
+from tim_jax.corrections import Mode
 from tim_jax.model.execution import Execution
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.rl import loop, micro_batches, programs, rules
@@ -69,7 +70,7 @@ def rollout(what):
 
 
 @cache
-def stepped(what, tokens, *, mode="bypass", micro=4, objective=None, placed=None):
+def stepped(what, tokens, *, mode: Mode = "bypass", micro=4, objective=None, placed=None):
     """(state, weights, exactness, metrics) of an update, and the programs."""
     learning = Learning(
         objective or objectives.rloo(),
@@ -82,7 +83,8 @@ def stepped(what, tokens, *, mode="bypass", micro=4, objective=None, placed=None
     state = run.init(tiny.params(CONFIG))
     weights, rewards = run.prepare(state.params), tiny.rewards(rows=16)
     found = loop.learn(state, weights, rollout(what), rewards, programs=run)
-    return *jax.device_get((found[0], found[2])), found[3]
+    state, exactness = jax.device_get((found[0], found[2]))
+    return state, exactness, found[3]
 
 
 def same_but_for_sums(found, expected):

@@ -123,7 +123,7 @@ def test_metrics_of_routing_against_numpy():
     counted = metrics.expert_loads(
         jnp.asarray(routes.astype(np.uint8)), jnp.asarray(inside), experts=7
     )
-    found = metrics.routing_metrics(*map(jnp.asarray, (agreement, entropy, mask)), counted)
+    found = metrics.routing_metrics(*map(jnp.asarray, (agreement, entropy, mask)), loads=counted)
     loads = np.stack([np.bincount(routes[inside][:, i].reshape(-1), minlength=7) for i in (0, 1)])
     np.testing.assert_array_equal(counted, loads)
     assert float(found["load_max"]) == pytest.approx(loads.max() / (loads.sum() / 14), rel=1e-6)
@@ -290,6 +290,8 @@ def test_the_load_balancing_loss_needs_recorded_experts():
 def test_a_rollout_is_cut_with_its_experts():
     rollout = drawn()
     cut = cut_rollout(rollout, 4)
+    assert cut.routes is not None
+    assert rollout.routes is not None
     assert cut.routes.shape[1] == rollout.prompts.shape[1] + 4
     np.testing.assert_array_equal(cut.routes, rollout.routes[:, : cut.routes.shape[1]])
 

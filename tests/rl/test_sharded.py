@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -256,6 +257,11 @@ def test_parameters_and_optimizer_state_are_fully_sharded():
     assert jax.tree.map(lambda x: x.sharding, after) == expected
 
 
+def compiled(program: Any, *given):
+    """A run's jitted program, compiled for these arguments."""
+    return program.lower(*given).compile()
+
+
 def collectives(compiled) -> Counter:
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     return Counter(re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text()))
@@ -271,7 +277,7 @@ def test_a_forward_moves_bits_and_adds_nothing(where):
     what = execution(where)
     run, drawn = built(what), rollout(what)
     weights = run.prepare(tiny.params(CONFIG))
-    sample = run.sample.lower(weights, tiny.prompts(count=PROMPTS), jax.random.key(0)).compile()
+    sample = compiled(run.sample, weights, tiny.prompts(count=PROMPTS), jax.random.key(0))
     shared, sharded_decoding = where.tensor > 1, where.decode == "sharded"
     assert set(collectives(sample)) - {"all-to-all"} == {"all-gather"}
     assert collectives(sample)["all-to-all"] == 2 * shared + 2 * sharded_decoding
@@ -313,7 +319,7 @@ def test_an_update_only_gathers_and_exchanges(where):
     state = run.init(tiny.params(CONFIG))
     weights, rewards = run.prepare(state.params), tiny.rewards(rows=PROMPTS * GROUP)
     batch = run.experience(weights, None, state.carried, rollout(execution()), rewards).experience
-    update = run.update.lower(state, weights, batch, jnp.int32(0), jnp.float32(3)).compile()
+    update = compiled(run.update, state, weights, batch, jnp.int32(0), jnp.float32(3))
     assert set(collectives(update)) == {"all-gather", "all-to-all"}
 
 
@@ -508,6 +514,7 @@ def test_a_sampler_that_differs_differs_in_the_same_way_on_a_mesh():
         state = run.init(tiny.params(CONFIG))
         weights = run.prepare(state.params)
         drawn = run.sample(weights, tiny.prompts(count=PROMPTS), jax.random.key(0))
+        assert run.compare is not None
         compared, _ = run.compare(weights, weights, drawn, None)
         found.append((tiny.bits(drawn), {k: float(v) for k, v in compared.items()}))
     assert found[0] == found[1]

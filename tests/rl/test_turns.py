@@ -22,7 +22,7 @@ from tim_jax.rl.rules import Turns
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Carried, Learning
 from tim_jax.tasks import builtin
-from tim_jax.tasks.episodes import Outcome
+from tim_jax.tasks.episodes import History, Outcome
 from tim_jax.tasks.text import character_tokenizer
 
 TOKENIZER: Any = character_tokenizer(builtin.ALPHABET)
@@ -45,8 +45,13 @@ def built():
     return programs.build(TRAINING)
 
 
+def bridged(text: Text, history: History = "refuse"):
+    assert TASK.environment is not None
+    return text.bridged(TASK.environment, EXECUTION.sampling.stop_tokens, history)
+
+
 def environment():
-    return TEXT.bridged(TASK.environment, EXECUTION.sampling.stop_tokens)
+    return bridged(TEXT)
 
 
 def finished(state=None, *, steps=3, asked=None):
@@ -144,11 +149,13 @@ def test_tools_of_the_template_s_options_and_of_an_environment_are_refused():
 
 
 def evaluated(environment, text=TEXT):
+    played = built().episodes
+    assert played is not None
     return evaluation.evaluate(
         built().prepare(tiny.params(EXECUTION.config)),
         TASK,
         text,
-        sample=built().episodes,
+        sample=played,
         environment=environment,
         key=jax.random.key(0),
         prompts=3,
@@ -184,7 +191,7 @@ def templated(template):
 def cut_steps(template, history, *, state=None, steps=2, compiled=None, wrapped=lambda x: x):
     text, compiled = templated(template), compiled or built()
     start = compiled.init(jax.tree.map(jnp.array, tiny.params(EXECUTION.config)))
-    environment = text.bridged(TASK.environment, EXECUTION.sampling.stop_tokens, history)
+    environment = bridged(text, history)
     how = {"programs": compiled, "environment": wrapped(environment), "seed": 0, "steps": steps}
     for step in loop.train(state or start, TASK, text, **how):
         yield step.number, step.metrics, step.samples, jax.tree.map(jnp.array, step.state)
@@ -246,7 +253,7 @@ def test_neither_slots_nor_buffers_nor_a_mesh_change_what_is_drawn_and_cut(chang
 @cache
 def drawn_and_cut():
     text = templated(SHORTENS)
-    environment = text.bridged(TASK.environment, EXECUTION.sampling.stop_tokens, "cut")
+    environment = bridged(text, "cut")
     weights = built().prepare(tiny.params(EXECUTION.config))
     how = {"programs": built(), "environment": environment, "seed": 0, "step": 1}
     return drawing.draw(weights, TASK, text, **how)
@@ -260,7 +267,7 @@ def experienced(rollout, rewards, *of_turns, **options):
 
     given = Carried(()), rollout, jnp.asarray(rewards), None, *of_turns
     made = partial(experience, score=score, learning=learning)
-    return jax.jit(lambda *given: made(None, None, *given).experience)(*given)
+    return jax.jit(lambda *given: made({}, None, *given).experience)(*given)
 
 
 def in_one_row(rollout):
@@ -279,7 +286,7 @@ def in_one_row(rollout):
     )
 
 
-OBJECTIVES = {
+OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo": {"aggregation": "sequence_mean_token_mean"},
     "turns": {},
     "dr_grpo": {"drop_cut": True},
@@ -300,14 +307,13 @@ def slow_but(quick, names):
 @pytest.mark.parametrize("name", slow_but(("grpo", "turns"), OBJECTIVES))
 def test_an_episode_in_several_rows_learns_what_it_would_in_one(name):
     """Advantages and weights of every drawn token are those of the episode in a single row."""
-    credit, options = ("turn", {}) if name == "turns" else ("episode", OBJECTIVES[name])
-    objective = objectives.Objective(
-        **{"estimator": "reinforce" if credit == "turn" else name} | options
-    )
+    credit, estimator = ("turn", "reinforce") if name == "turns" else ("episode", name)
+    objective = objectives.Objective(**OBJECTIVES[name] | {"estimator": estimator})
     drawn = drawn_and_cut()
+    assert drawn.rollout.drawn is not None
     ended = np.random.default_rng(1).random(len(drawn.rollout.lengths)) < 0.6
     rollout = replace(drawn.rollout, finished=(drawn.rollout.lengths > 0) & ended)
-    last = np.arange(rollout.drawn.shape[1]) == np.asarray(rollout.lengths)[:, None] - 1
+    last = np.arange(drawn.rollout.drawn.shape[1]) == np.asarray(rollout.lengths)[:, None] - 1
     rewards = last * np.random.default_rng(0).integers(0, 9, last.shape).astype(np.float32) / 8
     sums = rewards.reshape(len(drawn.rewards), -1).sum(1)
     how = {"objective": objective, "mode": "recompute" if objective.needs_energy else "bypass"}
@@ -334,6 +340,7 @@ def test_an_episode_in_several_rows_learns_what_it_would_in_one(name):
 def test_the_loss_of_episodes_that_were_cut_is_the_sum_by_hand():
     drawn, training = drawn_and_cut(), TRAINING.varied(objective=objectives.Objective())
     rollout, rewards = drawn.rollout, np.arange(8, dtype=np.float64)
+    assert rollout.drawn is not None
     used = programs.build(training)
     state = used.init(jax.tree.map(jnp.array, tiny.params(EXECUTION.config)))
     weights = used.prepare(tiny.params(EXECUTION.config))
@@ -354,6 +361,7 @@ def test_the_loss_of_episodes_that_were_cut_is_the_sum_by_hand():
 def test_refilled_groups_have_as_many_rows_as_the_longest():
     """Of a step whose first draw was cut and whose refill was not, and the reverse."""
     cut_ones, plain = drawn_and_cut(), None
+    assert cut_ones.turn_rewards is not None
     rollout = replace(
         jax.tree.map(lambda x: x[:: cut_ones.rollout.parts], cut_ones.rollout), parts=1
     )
@@ -374,7 +382,7 @@ def test_refilled_groups_have_as_many_rows_as_the_longest():
 
 def test_an_evaluation_counts_episodes_and_not_their_rows():
     text = templated(SHORTENS)
-    environment = text.bridged(TASK.environment, EXECUTION.sampling.stop_tokens, "cut")
+    environment = bridged(text, "cut")
     metrics, samples = evaluated(environment, text)
     assert metrics["prompts"] == 3
     assert len(samples) == 3 * tiny.GROUP
@@ -395,7 +403,7 @@ def test_a_turn_may_be_given_the_rewards_from_it_on_alone():
 
     def advantages(*of_turns):
         return experience(
-            None,
+            {},
             None,
             Carried(()),
             replace(rollout, lengths=jnp.full(tiny.ROWS, 8)),

@@ -19,7 +19,7 @@ def test_its_loss_has_the_log_probs_and_entropies_of_a_step(monkeypatch):
     rollout, config = table.rollout_shapes(table._PROMPT + 4), table.model_config(64)
     execution = Execution(config, Numerics(), Sampling(4))
     loss, found = jax.eval_shape(
-        lambda *given: table.loss(*given, execution),
+        lambda *given: table.loss(*given, execution=execution),
         jax.eval_shape(execution.prepare, parameter_shapes(config)),
         rollout,
         jax.ShapeDtypeStruct((1,), jnp.float32),

@@ -64,6 +64,7 @@ def encode(text, by=None):
 def bridge(template, *, stops=("<|im_end|>", "<|endoftext|>"), **options):
     made = tokenizer(template)
     ids = made.convert_tokens_to_ids(list(stops))
+    assert isinstance(ids, list)
     template_options, roles = options.pop("options", {}), options.pop("roles", ("user",))
     bridge = Bridge(
         made,
@@ -339,6 +340,7 @@ def test_answers_become_outcomes():
     assert (outcomes[0].state, outcomes[0].reward, outcomes[0].done) == ("s", 0.5, False)
     assert outcomes[0].tokens.tolist() == bridge(CHATML).tokens(turns[0].completion, "no").tolist()
     assert (outcomes[1].reward, outcomes[1].done, outcomes[1].tokens.size) == (1.0, True, 0)
+    assert outcomes[2].failure is not None
     assert outcomes[2].failure.startswith("reply: has token 1000000")
     assert (outcomes[2].state, outcomes[2].reward, outcomes[2].done) == ("before", 0.0, True)
     assert outcomes[3].failure == "crash: it was killed by signal 9"

@@ -40,6 +40,19 @@ def rewards(task: Task, completions: list[str]) -> np.ndarray:
     return np.array([grade.reward for grade in task.grade(list(task.train), completions)])
 
 
+def texts(example: Example) -> tuple[str, str]:
+    """The prompt and the worked solution."""
+    assert isinstance(example.prompt, str)
+    assert example.solution is not None
+    return example.prompt, example.solution
+
+
+def groups(pattern: str, text: str):
+    found = re.fullmatch(pattern, text)
+    assert found is not None
+    return found.groups()
+
+
 def test_text_is_short_and_over_the_alphabet(task):
     for example in itertools.chain(task.train, task.evaluation):
         assert len(example.prompt) <= 24
@@ -102,23 +115,26 @@ def test_held_out_is_about_an_eighth():
 
 def test_running_sums_by_hand():
     for example in builtin_task("running_sums", SMALL).train:
-        digits = [int(d) for d in re.findall(r"\d", example.prompt)]
+        prompt, solution = texts(example)
+        digits = [int(d) for d in re.findall(r"\d", prompt)]
         assert example.answer == str(sum(digits) % 10)
         running = itertools.accumulate(digits, lambda a, b: (a + b) % 10)
-        assert example.solution == " ".join(map(str, running)) + "#" + example.answer
+        assert solution == " ".join(map(str, running)) + "#" + example.answer
 
 
 def test_sorting_by_hand():
     for example in builtin_task("sorting", SMALL).train:
-        digits = example.prompt.removesuffix(">")
+        prompt, solution = texts(example)
+        digits = prompt.removesuffix(">")
         assert example.answer == "".join(sorted(digits))
-        for length, step in enumerate(example.solution.split(MARKER)[0].split(" "), 1):
+        for length, step in enumerate(solution.split(MARKER)[0].split(" "), 1):
             assert step == "".join(sorted(digits[:length]))
 
 
 def test_addition_grades_the_first_line():
     task = builtin_task("addition", {"largest": 9, "train_size": 1000, "eval_size": 40})
     for example in itertools.chain(task.train, task.evaluation):
+        assert isinstance(example.prompt, str)
         shown, line = example.prompt.rsplit("\n", 1)
         a, b = map(int, line.removesuffix("=").split("+"))
         assert example.answer == str(a + b)
@@ -146,11 +162,12 @@ def test_sizes_are_obeyed():
 def test_countdown_steps_are_true_equations():
     signs = {"+": operator.add, "-": operator.sub, "*": operator.mul}
     for example in builtin_task("countdown", SMALL).train:
-        numbers, target = re.fullmatch(r"([\d ]+):(\d+)", example.prompt).groups()
+        prompt, solution = texts(example)
+        numbers, target = groups(r"([\d ]+):(\d+)", prompt)
         left = [int(n) for n in numbers.split()]
         assert tuple(left) == example.data["numbers"]
-        for step in example.solution.split(MARKER)[0].split(" "):
-            a, sign, b, c = re.fullmatch(r"(\d+)([-+*])(\d+)=(\d+)", step).groups()
+        for step in solution.split(MARKER)[0].split(" "):
+            a, sign, b, c = groups(r"(\d+)([-+*])(\d+)=(\d+)", step)
             assert signs[sign](int(a), int(b)) == int(c)
             left.remove(int(a))
             left.remove(int(b))
@@ -345,8 +362,9 @@ def test_halving_wins_every_guessing_game():
     task = builtin_task("guessing")
     assert all(play(task, e, lambda *a: f"#{halve(*a)}") == 1.0 for e in task.evaluation)
     task = builtin_task("guessing", {"words": True, "eval_size": 32})
+    larger = "Mine is larger."
     for example in task.evaluation:
-        said = play(task, example, lambda *a: f"Not 3, but {halve(*a, 'Mine is larger.')}.")
+        said = play(task, example, lambda *a: f"Not 3, but {halve(*a, larger=larger)}.")
         assert said == 1.0
 
 
@@ -379,11 +397,11 @@ def test_without_luck_a_guess_is_right_when_no_other_number_is_left():
 def test_worked_games_may_halve_the_range(luck):
     task = builtin_task("guessing", {"luck": luck, "halving": 1.0})
     for index in range(50):
-        guesses = re.findall(r"#\d+", task.train[index].solution)
+        guesses = re.findall(r"#\d+", texts(task.train[index])[1])
         assert play(task, task.train[index], lambda *a, g=guesses: g[len(a[2])]) == 1.0
     some = builtin_task("guessing", {"luck": luck, "halving": 0.5})
     middle = [
-        some.train[index].solution.startswith(f"#{(low + high) // 2}")
+        texts(some.train[index])[1].startswith(f"#{(low + high) // 2}")
         for index in range(200)
         for low, high in [some.train[index].data["state"][:2]]
     ]

@@ -6,7 +6,7 @@ import pickle
 import re
 import time
 from collections import Counter
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -227,7 +227,7 @@ def guarded(source):
     made.close()
 
 
-def turn(text, state=0, key=(1, 2), number=0):
+def turn(text, state: Any = 0, key=(1, 2), number=0):
     completion = Completion(text, np.arange(3, dtype=np.int32), True)
     return Turn(0, 0, number, completion, state, np.array(key, np.uint32))
 
@@ -287,12 +287,13 @@ def test_what_failures_say(guarded):
 
 
 def test_states_go_from_turn_to_turn_unopened(guarded):
-    state = 5
+    state, content = 5, None
     for number in range(3):
         [(_, answer)] = guarded.answers([turn("go on", state, number=number)])
-        assert type(answer.state) is Packed
-        state = answer.state
-    assert answer.content == "Count(turns=2)"
+        state, content = answer.state, answer.content
+        assert type(state) is Packed
+    assert content == "Count(turns=2)"
+    assert isinstance(state, Packed)
     assert b"hostile_environment" in state  # a class of the user's file, which only it has loaded
 
 
@@ -333,7 +334,9 @@ def test_a_coroutine_that_holds_all_others_fails_alone(source, monkeypatch):
     answers = dict(environment.answers([turn(text) for text in ("0.1", "swallows", "blocks")]))
     assert answers[0].content == "0.1"
     for index in (1, 2):
-        assert answers[index].failure.startswith("time limit: no reply within 0.3 s")
+        failure = answers[index].failure
+        assert failure is not None
+        assert failure.startswith("time limit: no reply within 0.3 s")
     environment.close()
 
 
@@ -380,10 +383,11 @@ def count(state, completion):
 
 def test_a_function_here_has_states_of_its_own():
     environment, row = Here(count), {"turns": []}
-    for _, answer in environment.answers([turn("a", row), turn("b", row)]):
+    (_, first), (_, second) = environment.answers([turn("a", row), turn("b", row)])
+    for answer in (first, second):
         assert (answer.content, answer.reward) == ("1", 0.5)
     assert row == {"turns": []}
-    [(_, again)] = environment.answers([turn("c", answer.state)])
+    [(_, again)] = environment.answers([turn("c", second.state)])
     assert again.content == "2"
     assert pickle.loads(again.state) == {"turns": ["b", "c"]}
 
@@ -392,7 +396,10 @@ def test_a_function_here_fails_as_elsewhere():
     cases = {
         "raised: KeyError: 'x'": lambda state, completion: {}["x"],
         "raised: SystemExit: 3": lambda state, completion: exit(3),
-        "reply: done must be True or False, got 'no'": lambda s, c: (s, Reply(done="no")),
+        "reply: done must be True or False, got 'no'": lambda s, c: (
+            s,
+            Reply(done="no"),  # pyright: ignore[reportArgumentType]
+        ),
     }
     for expected, function in cases.items():
         [(_, answer)] = Here(function).answers([turn("a", "before")])

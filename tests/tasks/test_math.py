@@ -243,6 +243,7 @@ def test_a_program_without_main_guard_and_close_ends_cleanly():
 def test_workers_of_a_killed_program_end():
     """Even in the middle of an answer that never ends: the limit is the worker's own."""
     program = start(after="grader([Example('', '9')], ['9**9**9**9'])", seconds=1.0)
+    assert program.stdout is not None
     assert program.stdout.readline() == "1.0\n"
     pid = int(program.stdout.readline())
     program.kill()

@@ -230,6 +230,7 @@ def test_arithmetic_is_a_task_with_a_calculator():
     task = builtin_task("arithmetic", {"eval_size": 32})
     assert task.environment is not None
     for example in task.evaluation:
+        assert isinstance(example.prompt, str)
         question = example.prompt.removeprefix("What is ").partition("?")[0]
         assert str(eval(compile(ast.parse(question, mode="eval"), "", "eval"))) == example.answer
         answers = {

@@ -3,7 +3,7 @@
 import textwrap
 from dataclasses import dataclass, field, fields, replace
 from math import gcd, lcm
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -158,7 +158,7 @@ class Training:
         return TrainState(
             params=params,
             optimizer=optimizers.first_state(self.scaled_optimizer, params),
-            correction=cast(tuple, self.learning.correction.init(params)),
+            correction=self.learning.correction.init(params),
             step=jnp.int32(0),
             skipped=jnp.int32(0),
             reward_kl=jnp.float32(objective.reward_kl_coefficient) if adapted else None,

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import struct
 
 from tim_jax import corrections
@@ -66,8 +65,8 @@ class TrainState:
     """Everything that an update changes."""
 
     params: Params  # float32 master weights; with adapters these alone, without their base
-    optimizer: optax.OptState
-    correction: tuple[Any, ...]  # the corrections' state, a block each
+    optimizer: Any  # an `optax.OptState`, of which only its optimizer knows the structure
+    correction: Any  # a tuple, the corrections' state, a block each
     step: jax.Array  # i32[], RL steps done
     # i32[], updates in a row, up to now, that were not finite; those that only overflowed with a
     # scaled loss are not among them.

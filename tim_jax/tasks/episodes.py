@@ -70,7 +70,7 @@ class Reply:
     """
 
     content: Content = ""
-    reward: float = 0.0
+    reward: float | np.floating = 0.0
     done: bool = False
 
 
@@ -125,7 +125,7 @@ class Outcome:
 
     state: Any
     tokens: np.ndarray
-    reward: float = 0.0
+    reward: float | np.floating = 0.0
     done: bool = False
     failure: str | None = None
     anew: np.ndarray | None = None

@@ -41,6 +41,8 @@ def test_configs_load_and_survive_a_round_trip(path):
 def test_what_is_done_about_a_template_that_rewrites_history_reaches_the_run():
     path = next(path for path in CONFIGS if path.stem == "turns")
     got = load(path, ["task.history=cut"])
+    assert got.sampling.max_turns is not None
+    assert got.turns is not None
     assert got.turns == Turns(got.sampling.max_turns, got.sampling.max_tokens, "cut")
     assert load(path).turns == replace(got.turns, history="refuse")
     noisy = ["task.history=cut", "learner.noise_scale=true", "learner.micro_batch=8"]
@@ -451,7 +453,7 @@ def test_files_that_say_nothing_or_nonsense(tmp_path):
 
 def test_sections_are_frozen_and_documented():
     with pytest.raises(ValidationError, match="frozen"):
-        RunConfig().seed = 1  # pyright: ignore
+        RunConfig().seed = 1  # pyright: ignore[reportAttributeAccessIssue]
     modules = (sections, run)
     for name, section in (pair for module in modules for pair in vars(module).items()):
         if (

@@ -8,6 +8,7 @@ import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +50,7 @@ def sequences():
 TOKENS, MASK = sequences()
 BEFORE = np.pad(TOKENS[:, :-1], ((0, 0), (1, 0)))
 REWARDS = np.float32(np.random.default_rng(2).integers(-4, 5, ROWS) / 4)
-GREEDY = np.float32([0.25, -0.5, 0.0, 1.0])
+GREEDY = np.asarray([0.25, -0.5, 0.0, 1.0], np.float32)
 
 
 def rows_of(logits):
@@ -84,7 +85,9 @@ ROLLOUT = Rollout(
 )
 
 
-def configuration(correction, *, estimator="grpo", kl=0.0, entropy=0.0, v1=None, **actor):
+def configuration(
+    correction, *, estimator="grpo", kl=0.0, entropy=0.0, v1=None, **actor
+) -> dict[str, Any]:
     actor = {**ACTOR, "ppo_mini_batch_size": 2, "use_kl_loss": kl > 0, "kl_loss_coef": kl, **actor}
     data = {
         "algorithm": {"adv_estimator": estimator, "rollout_correction": correction},
@@ -257,8 +260,10 @@ def test_the_denominator_of_the_other_trainer():
 )
 def test_every_loss_is_verls(loss):
     section = of_preset("decoupled_geo_rs")
-    bounds = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.01} if "dppo" in loss else {}
-    check(configuration(section, policy_loss={"loss_mode": loss}, **bounds))
+    actor: dict[str, Any] = {"policy_loss": {"loss_mode": loss}}
+    if "dppo" in loss:
+        actor |= {"clip_ratio_low": 0.01, "clip_ratio_high": 0.01}
+    check(configuration(section, **actor))
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ print(json.dumps(found))
 
 def read_back(folder, tokens, version):
     """Of every folder in one, what a version of `transformers` makes of it."""
-    where = os.environ.get("TRANSFORMERS_4")
+    where = os.environ.get("TRANSFORMERS_4", "")
     if version == "4.57" and not where:
         pytest.skip("transformers 4.57 is not here: TRANSFORMERS_4 names no folder with it")
     paths = [where] if version == "4.57" else []

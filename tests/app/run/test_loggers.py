@@ -5,7 +5,7 @@ import sys
 import types
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -168,28 +168,32 @@ def test_tensorboard_holds_the_scalars(tmp_path):
 
 @pytest.mark.parametrize(("resumed", "expected"), [(-1, []), (0, [1]), (7, [8])])
 def test_tensorboard_resume_hides_later_steps(tmp_path, resumed, expected):
-    from tensorboardX.proto.event_pb2 import SessionLog
-
     sink = TensorBoard(tmp_path / "tb", resume_step=resumed)
     sink.close()
     (file,) = (tmp_path / "tb").iterdir()
-    starts = [r for r in _records(file) if r.session_log.status == SessionLog.START]
+    start = _events().SessionLog.START
+    starts = [record for record in _records(file) if record.session_log.status == start]
     assert [record.step for record in starts] == expected
+
+
+def _events() -> Any:
+    """The module of TensorBoard's messages, whose classes are made as it is imported."""
+    from tensorboardX.proto import event_pb2
+
+    return event_pb2
 
 
 def _records(file):
     """Reads TFRecords by their definition: u64 length, u32 crc, data, u32 crc."""
-    from tensorboardX.proto.event_pb2 import Event
-
     data, at = file.read_bytes(), 0
     while at < len(data):
         length = int.from_bytes(data[at : at + 8], "little")
-        yield Event.FromString(data[at + 12 : at + 12 + length])
+        yield _events().Event.FromString(data[at + 12 : at + 12 + length])
         at += 16 + length
 
 
 def _fake_wandb(calls, error=None):
-    module = types.ModuleType("wandb")
+    module: Any = types.ModuleType("wandb")
 
     class Error(Exception):
         pass
