@@ -308,7 +308,8 @@ def slow_but(quick, names):
 def test_an_episode_in_several_rows_learns_what_it_would_in_one(name):
     """Advantages and weights of every drawn token are those of the episode in a single row."""
     credit, estimator = ("turn", "reinforce") if name == "turns" else ("episode", name)
-    objective = objectives.Objective(**OBJECTIVES[name] | {"estimator": estimator})
+    options: dict[str, Any] = OBJECTIVES[name] | {"estimator": estimator}
+    objective = objectives.Objective(**options)
     drawn = drawn_and_cut()
     assert drawn.rollout.drawn is not None
     ended = np.random.default_rng(1).random(len(drawn.rollout.lengths)) < 0.6

@@ -197,7 +197,7 @@ def test_placements_whose_column_tiles_no_kernel_takes_are_left_out_aloud(monkey
 
     monkeypatch.setattr(auditing, "audit", audited)
     sizes = Sizes.fitting(config)
-    asked = audit_job._Audited(NO_PARAMS, config, sizes, "pallas_tpu", True, ("float32",))
+    asked = audit_job._Audited(NO_PARAMS, config, sizes, "pallas_tpu", True, ("float32",), False)
     assert list(audit_job._placed(asked, False)) == []
     assert compared
     assert not any("tensor" in name for name in compared)
@@ -209,7 +209,7 @@ def test_placements_whose_column_tiles_no_kernel_takes_are_left_out_aloud(monkey
 def test_several_tiles_are_audited_where_they_are_asked_for():
     config = auditing.PRESETS["qwen3-blocks"]
     sizes = Sizes.fitting(config)
-    one = audit_job._Audited(NO_PARAMS, config, sizes, "pallas_tpu", True, ("bfloat16",))
+    one = audit_job._Audited(NO_PARAMS, config, sizes, "pallas_tpu", True, ("bfloat16",), False)
     (plain,) = audit_job._numerics(one)
     (several,) = audit_job._numerics(replace(one, several_tiles=True))
     assert (plain.tpu.few_rows, several.tpu.few_rows) == (0, TPU_FEW_ROWS)
