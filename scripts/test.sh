@@ -17,7 +17,7 @@ export JAX_PLATFORMS=cpu
 if [ $# -eq 0 ]; then
   "$VENV/bin/ruff" check .
   "$VENV/bin/ruff" format --check .
-  "$VENV/bin/pyright" --pythonpath "$VENV/bin/python"
+  "$VENV/bin/pyright" --threads 2 --pythonpath "$VENV/bin/python"
   set -- -m "not slow"
 fi
 # A worker takes a core and up to 5 GB.
