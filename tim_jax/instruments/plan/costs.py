@@ -384,9 +384,8 @@ def bytes_accessed(
     """
 
     def accessed(visit: Visit) -> int:
-        if of is not None and not of(visit):
-            return 0
-        return _accessed(visit.instruction, visit.computation, module)
+        counted = of is None or of(visit)
+        return _accessed(visit.instruction, visit.computation, module) if counted else 0
 
     return _total(module, trips, accessed)
 
