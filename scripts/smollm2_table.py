@@ -586,6 +586,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="diagnose every n-th row")
     parser.add_argument("--trained", type=Path, help="a run, for a mistake with its weights")
     given = parser.parse_args()
+    if given.chat and given.part != "audit":
+        parser.error("--chat goes with audit alone")
     folder = next(iter(given.paths), Path("runs/smollm2_table"))
     entries = [one for one in SOURCES if not given.only or one["name"] in given.only]
     if given.part in HEADINGS:

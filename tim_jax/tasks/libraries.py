@@ -100,20 +100,18 @@ def gym_task(
     given = {**(parameters or {}), "seed": seed, "size": train_size + eval_size}
     guard = Guard("gym", {"name": name, "parameters": given}, limits or Limits())
     source = _Source(name, guard, system)
-    different: dict[str, Example] = {}
-    for example in source.examples(range(train_size, train_size + eval_size)):
-        different.setdefault(_question(example), example)
+    evaluation = _distinct(source.examples(range(train_size, train_size + eval_size)))
+    held_out = frozenset(_question(example) for example in evaluation)
 
     @lru_cache(maxsize=KEPT)
     def train_item(index: int) -> Example:
         for step in range(train_size):
             example = source.examples([(index + step) % train_size])[0]
-            if _question(example) not in different:
+            if _question(example) not in held_out:
                 return example
         raise InputError(f"reasoning-gym task {name!r}: all training questions are held out")
 
     train_item(0)
-    evaluation = tuple(different.values())
     lacking = eval_size - len(evaluation)
     notes = (f"{lacking} of {eval_size} evaluation questions left out: not new",) if lacking else ()
     grader = GymGrader(guard, tagged=system is not None)
@@ -173,3 +171,7 @@ class _Source:
 
 def _question(example: Example) -> str:
     return example.prompt if isinstance(example.prompt, str) else example.prompt[-1].content
+
+
+def _distinct(examples: Sequence[Example]) -> tuple[Example, ...]:
+    return tuple({_question(example): example for example in reversed(examples)}.values())[::-1]
