@@ -21,14 +21,14 @@ os.environ.update(
 
 import lowering
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tim_jax.instruments.plan import topology
 
 
 def main() -> int:
     """Prints a line a program; 1 if one could not be compiled."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1])
-    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
+    mesh = Mesh(np.array(topology.target(sys.argv[1]).devices[:1]), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec())
     failed = 0
     for dtype, numerics in lowering.NUMERICS["pallas_tpu"].items():

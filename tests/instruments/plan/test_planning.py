@@ -881,7 +881,7 @@ def test_slices_of_every_generation():
     assert topology.check("v5e:16x16")[1] == topology.check("v5p:4x8x8")[1] == 256
     assert topology.check("tpu7x:4x4x8")[1] == 256  # two devices a chip
     for generation in topology.GENERATIONS.values():
-        sizes = [topology.chips(one) for one in generation.slices]
+        sizes = [topology.count_chips(one) for one in generation.slices]
         assert sizes == sorted(sizes)
 
 

@@ -170,15 +170,15 @@ def check(name: str) -> tuple[Generation, int]:
         )
     generation = GENERATIONS[kind]
     if sizes not in generation.slices:
-        slices, larger = ", ".join(generation.slices), smallest(kind, chips(sizes))
+        slices, larger = ", ".join(generation.slices), smallest(kind, count_chips(sizes))
         raise InputError(
             f"--topology {name!r}: {generation.text} has no slice {sizes}; it has {slices}"
             f"{f'; nearest: {larger}' if larger else ''}"
         )
-    return generation, chips(sizes) * generation.devices_per_chip
+    return generation, count_chips(sizes) * generation.devices_per_chip
 
 
-def chips(sizes: str) -> int:
+def count_chips(sizes: str) -> int:
     """How many chips a slice of these sizes has: 16 of `4x4`."""
     return prod(int(n) for n in sizes.split("x"))
 
@@ -186,7 +186,7 @@ def chips(sizes: str) -> int:
 def smallest(kind: str, wanted: int) -> str | None:
     """The smallest slice of a generation with at least `wanted` chips, by its whole name."""
     for sizes in GENERATIONS[kind].slices:
-        if chips(sizes) >= wanted:
+        if count_chips(sizes) >= wanted:
             return f"{kind}:{sizes}"
     return None
 
@@ -217,8 +217,10 @@ def _slice(name: str, generation: Generation) -> Target:
         raise InputError(
             "plan: compiling for a TPU needs libtpu, which is not installed; install tim-jax[plan]"
         )
+    # Hosts have 2x2 chips unless told otherwise, and libtpu 0.0.41 refuses a smaller slice.
+    host = {"chips_per_host_bounds": [1, 1, 1]} if count_chips(name.partition(":")[2]) == 1 else {}
     try:
-        topology: Any = topologies.get_topology_desc(platform="tpu", topology_name=name)
+        topology: Any = topologies.get_topology_desc(platform="tpu", topology_name=name, **host)
     except Exception as error:  # whatever libtpu and its loader raise
         raise InputError(f"plan: libtpu has no devices of {name} with {_reason(error)}") from None
     devices = tuple(topology.devices)
