@@ -196,7 +196,7 @@ def begin(
     where = placement
     if where is None:
         where = SINGLE if jax.process_count() == 1 else Placement(fsdp=jax.device_count())
-    check_devices(where)
+    processes.check_all_used(where)
     tiles = Numerics(column_tiles=where.tensor)
     programs.check_placement(Execution(found.config, tiles, placement=where))
     numerics = run_numerics.fitted_numerics(
@@ -223,15 +223,6 @@ def complete(
     processes.agree(repr(numerics), "what was measured of its machine")
     params = hf.load_params(sources.final_model(source), model.config, dtype=model.dtype)
     return replace(model, params=params, numerics=numerics)
-
-
-def check_devices(where: Placement) -> None:
-    """Every process must have a part of the mesh, or it could not take part."""
-    if jax.process_count() > 1 and where.devices != jax.device_count():
-        raise InputError(
-            f"placement ({where}) uses {where.devices} devices, but the {jax.process_count()}"
-            f" processes have {jax.device_count()}, and with several all must be used"
-        )
 
 
 @refuse_unknown

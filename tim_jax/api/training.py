@@ -9,7 +9,7 @@ import optax
 
 from tim_jax import corrections
 from tim_jax.api import data
-from tim_jax.api.model import Model, check_devices, check_model
+from tim_jax.api.model import Model, check_model
 from tim_jax.api.rollouts import text_of
 from tim_jax.api.steps import Step, start
 from tim_jax.common.errors import InputError
@@ -17,6 +17,7 @@ from tim_jax.common.inputs import check_whole, refuse_all_but, shown
 from tim_jax.corrections import Correction, Mode
 from tim_jax.model import adapters
 from tim_jax.objectives import Objective
+from tim_jax.placement import processes
 from tim_jax.rl import drawing, loop, programs, rules
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.programs import Programs
@@ -242,7 +243,7 @@ def _run(who: str, model: Model, training: Training | None, given: dict[str, Any
     longest = run.execution.sampling.max_tokens
     objective = run.learning.objective.with_length(longest)
     run = run.varied(correction=correction, mode=mode, objective=objective)
-    check_devices(run.execution.placement)
+    processes.check_all_used(run.execution.placement)
     if run.execution.sampling.temperature == 0:
         raise InputError(
             f"{who}: temperature must be greater than 0, got 0: greedy responses have no log-probs"

@@ -19,6 +19,7 @@ its batch or placement changes.
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -217,7 +218,8 @@ def calibrate_once(
         pass  # there is none, or it is damaged: measure again
     calibrated = calibrate(config, numerics, batch=batch, longest=longest)
     if calibrated != numerics and processes.leads():
-        _write(file, {"of": valid_for, "longest": longest, "found": _plain(calibrated)})
+        with suppress(OSError):
+            write_json(file, {"of": valid_for, "longest": longest, "found": _plain(calibrated)})
     return calibrated
 
 
@@ -254,12 +256,3 @@ def _values(record: Mapping[str, Any]) -> dict[str, Any]:
         "attention_rows": Rows(*record["attention_rows"]),
         "whole_kv": bool(record["whole_kv"]),
     }
-
-
-def _write(file: Path, record: dict[str, Any]) -> None:
-    partial = file.with_name(f".{file.name}")
-    try:
-        write_json(partial, record)
-        partial.replace(file)
-    except OSError:
-        partial.unlink(missing_ok=True)

@@ -94,9 +94,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes a whole file, or leaves what was there: a killed process leaves no half of one."""
+    partial = path.with_name(f".{path.name}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes an object, indented."""
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    """Writes an object, indented, as `write_text`."""
+    write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 @contextmanager

@@ -513,7 +513,9 @@ GPU_EXACT_F32 = Numerics(
 GPU_EXACT_BF16 = replace(GPU_EXACT_F32, compute_dtype="bfloat16", kv_block=64, gpu=GPU_BF16)
 GPU_EXACT_F16 = replace(GPU_EXACT_BF16, compute_dtype="float16", gpu=GPU_F16)
 MOSAIC_GPU_EXACT_BF16 = replace(GPU_EXACT_BF16, family="pallas_mosaic_gpu", gpu=MOSAIC_GPU_BF16)
-TPU_EXACT_F32 = Numerics(family="pallas_tpu", kv_block=256, tpu=TPU_F32, cache_write="kernel")
+TPU_EXACT_F32 = Numerics(
+    family="pallas_tpu", kv_block=256, head_rows=1024, tpu=TPU_F32, cache_write="kernel"
+)
 TPU_EXACT_BF16 = replace(TPU_EXACT_F32, compute_dtype="bfloat16", tpu=TPU_BF16)
 
 # Plain XLA on GPUs: no split sums, one tile for every Triton product, no timing-based choice, no

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
+from tim_jax.placement import Placement
 
 _HEARTBEAT = 30  # seconds without a sign of life after which a process counts as lost
 
@@ -54,6 +55,16 @@ def join(coordinator: str | None, count: int | None, index: int | None) -> None:
             f"could not join the other processes at {coordinator or 'the coordinator'}:"
             f" {str(error).splitlines()[0]}; start all of them, with the same address"
         ) from error
+
+
+def check_all_used(where: Placement, name: str = "placement") -> None:
+    """Refuses a mesh that leaves out devices of several processes: each must have a part of it."""
+    count, processes = jax.device_count(), jax.process_count()
+    if processes > 1 and where.devices != count:
+        raise InputError(
+            f"{name} ({where}) uses {where.devices} devices, but the {processes} processes have"
+            f" {count}, and with several all must be used"
+        )
 
 
 def leads() -> bool:

@@ -390,6 +390,37 @@ def test_what_is_started_and_ended_apart_is_counted_once():
     assert costs.bytes_accessed(module, of=costs.copies) == whole + ahead
 
 
+_ELSEWHERE = """HloModule elsewhere
+
+%rows (stack: f32[50,64], at: s32[8]) -> f32[8,64] {
+  %stack = f32[50,64] parameter(0)
+  %at = s32[8] parameter(1)
+  ROOT %gather = f32[8,64] gather(%stack, %at), offset_dims={1}
+}
+
+%called (stack: f32[50,64], at: s32[8]) -> f32[8,64] {
+  %stack = f32[50,64] parameter(0)
+  %at = s32[8] parameter(1)
+  ROOT %fusion = f32[8,64] fusion(%stack, %at), kind=kCustom, calls=%rows
+}
+
+ENTRY %main (stack: f32[50,64], at: s32[8]) -> f32[8,64] {
+  %stack = f32[50,64] parameter(0)
+  %at = s32[8] parameter(1)
+  %start = ((), (), s32[1]) call-start(), to_apply=%called
+  %going = ((f32[50,64], s32[8]), f32[8,64]) call-update(%start, %stack, %at)
+  ROOT %done = f32[8,64] call-done(%going)
+}
+"""
+
+
+def test_a_gather_on_another_core_reads_the_rows_it_takes():
+    """A TPU's sparse core gathers: what is handed to it meanwhile is no traffic of its own."""
+    module, rows = hlo.parse(_ELSEWHERE), 4 * 8 * 64
+    assert costs.bytes_accessed(module) == rows + 4 * 8 + rows
+    assert costs.launches(module) == 1
+
+
 _ON_CHIP = """HloModule on_chip
 
 ENTRY %main (all: f32[8,1024], few: f32[1,1024], at: s32[]) -> f32[8,1024] {

@@ -17,6 +17,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.instruments.plan import budget
 from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model.execution import Execution
+from tim_jax.placement import processes
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
@@ -27,16 +28,10 @@ _SOME = 64  # prompts that are looked at among those that are made one by one
 
 def check_devices(config: RunConfig) -> None:
     """Refuses meshes that do not include all devices of all processes, or cannot be apart."""
-    count, section = len(jax.devices()), config.placement
+    section = config.placement
     section.of_sampler(jax.devices())
-    if jax.process_count() == 1:
-        return
-    for name, where in (("", section.value), (".sampler", section.for_sampler)):
-        if where.devices != count:
-            raise InputError(
-                f"placement{name} ({where}) uses {where.devices} devices, but the"
-                f" {jax.process_count()} processes have {count}, and with several all must be used"
-            )
+    processes.check_all_used(section.value)
+    processes.check_all_used(section.for_sampler, "placement.sampler")
 
 
 def check_memory(config: RunConfig) -> None:

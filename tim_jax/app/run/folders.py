@@ -35,7 +35,7 @@ from tim_jax.app.run.loggers import JsonLines
 from tim_jax.common.errors import InputError, writing
 from tim_jax.common.inputs import leaves, shown
 from tim_jax.model import adapters
-from tim_jax.model.files import read_json, write_json
+from tim_jax.model.files import read_json, write_json, write_text
 from tim_jax.model.weights import Params
 from tim_jax.placement import processes
 from tim_jax.rl.types import TrainState
@@ -54,10 +54,8 @@ def record_start(folder: Path, time: str | None = None) -> None:
     if path.exists():
         return
     began = datetime.now().isoformat(timespec="seconds") if time is None else time
-    partial = folder / f".{STARTED}"
     with writing(path):
-        write_json(partial, {_TIME: began})
-        partial.replace(path)
+        write_json(path, {_TIME: began})
 
 
 def read_start(folder: Path) -> str | None:
@@ -412,9 +410,7 @@ def _claim(
             " set another run.folder"
         )
     with writing(path):
-        partial = folder / ".config.toml"
-        partial.write_text(config, encoding="utf-8")
-        partial.replace(path)
+        write_text(path, config)
     return exists, changed
 
 

@@ -428,7 +428,8 @@ def launches(module: Module, trips: Sequence[Times] = ()) -> int:
 
 
 def _is_free(one: Instruction) -> bool:
-    return one.opcode in _FREE or one.opcode.endswith("-done")
+    # What an asynchronous call does is counted where it starts.
+    return one.opcode in _FREE or one.opcode.endswith(("-done", "-update"))
 
 
 def _accessed(one: Instruction, computation: Computation, module: Module) -> int:

@@ -30,6 +30,7 @@ from tim_jax.app.run.signals import Preemption
 from tim_jax.common import errors, inputs
 from tim_jax.common.errors import InputError, PreemptedError, did_you_mean, writing
 from tim_jax.instruments.study.definition import Arm, GradientStudy, Study
+from tim_jax.model.files import write_json
 
 _POLL = 0.2  # seconds
 _SAY = 30.0  # seconds after which each run's last line is repeated
@@ -104,9 +105,7 @@ def state(study: Any, arms: Sequence[Arm], folder: Path, *, seeds: Sequence[int]
         folder.mkdir(parents=True, exist_ok=True)
         if strangers := sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")):
             raise InputError(f"{folder} is not empty and holds no study, but {strangers[0]}")
-        partial = folder / ".study.json"
-        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_json(path, record)
     folders.record_start(folder)
     return stated
 
