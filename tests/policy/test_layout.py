@@ -39,22 +39,24 @@ def rollout_of(vocabulary: int, rows: int = 5, seed: int = 0, longest: int = RES
     )
 
 
-def test_groups_of_sequences_are_counted_as_they_are_folded():
+@pytest.mark.parametrize("unit", [1, 256])
+def test_groups_of_sequences_are_counted_as_they_are_folded(unit):
     longest, rng = 1500, np.random.default_rng(0)
-    classes = packing.classes(longest)
+    grouping = packing.Grouping(512, unit)
+    classes = grouping.classes(longest)
 
     def group(counts, starts, lengths, width):
-        assert lengths.shape == starts.shape == (packing.group_size(width, 20, 512),)
+        assert lengths.shape == starts.shape == (grouping.size(width, 20),)
         return counts.at[classes.index(width)].add(1)
 
     @jax.jit
     def folded(lengths):
         where = packing.Packing(jnp.zeros_like(lengths), lengths, longest)
-        return packing._by_length(group, jnp.zeros(len(classes), jnp.int32), where, 0, 512)
+        return packing._by_length(group, jnp.zeros(len(classes), jnp.int32), where, 0, grouping)
 
     for scale in (30, 300, 1500):
         lengths = np.clip(np.sort(rng.integers(-9, scale, 20))[::-1], 0, None).astype(np.int32)
-        assert folded(jnp.asarray(lengths)).tolist() == packing.groups(lengths, longest, 20, 512)
+        assert folded(jnp.asarray(lengths)).tolist() == grouping.groups(lengths, longest, 20)
 
 
 @partial(jax.jit, static_argnames="size")
@@ -96,12 +98,18 @@ def test_every_token_lies_once_and_in_its_place(seed, rows, longest, more):
 
 @pytest.mark.parametrize("longest", [1, 63, 64, 100, 1000, 10**6])
 def test_classes_of_lengths_fall_by_less_than_half(longest):
-    found = packing.classes(longest)
+    found = packing.Grouping(512).classes(longest)
     assert found[0] == longest
     assert all(other == -(-one // 2) for one, other in pairwise(found))
     assert len(found) == 8 or found[-1] < 256
     # What is compiled for a class is a run of attention; for rows of one length there are up to 8.
-    assert sum(map(packing.runs, packing.classes(300))) <= 4
+    assert sum(map(packing.runs, packing.Grouping(512).classes(300))) <= 4
+
+
+def test_classes_are_made_of_whole_units():
+    assert packing.Grouping(4096, 256).classes(1408) == [1536, 768, 512, 256]
+    assert packing.Grouping(4096, 128).classes(1408) == [1408, 768, 384, 256, 128]
+    assert packing.Grouping(4096, 256).classes(100) == [256]
 
 
 SMALL = replace(tiny.NUMERICS, column_tiles=1)
@@ -118,7 +126,9 @@ CASES = {
 def test_a_buffer_has_the_bits_of_padded_rows(case, monkeypatch):
     monkeypatch.setattr(packing, "_SHORTEST", 20)  # classes of 79, 40 and 20 tokens
     monkeypatch.setattr(packing, "_RUN_TOKENS", 32)
-    monkeypatch.setattr(packing, "group_rows", lambda family: 80)  # several groups of a class
+    unit = 16 if case == "gpu" else 1
+    # Several groups of a class; those of a device are made of whole blocks.
+    monkeypatch.setattr(packing, "grouping", lambda family: packing.Grouping(80, unit))
     config, numerics = CASES[case]
     params = jax.tree.map(jnp.asarray, random_params(config, 0))
     execution = Execution(config, numerics, Sampling(RESPONSE))

@@ -242,8 +242,8 @@ def _attend(
         out = over(*own, positions, window, shape=size, runs=packed.runs(size[1]))
         return out.reshape(*size, *out.shape[1:])
 
-    at_once = packed.group_rows(numerics.family)
-    out = packed.attended(query, key[0], value[0], window, packing, of_sequences, at_once)
+    grouping = packed.grouping(numerics.family)
+    out = packed.attended(query, key[0], value[0], window, packing, of_sequences, grouping)
     return out, new
 
 

@@ -7,6 +7,7 @@ rows beside it nor on padding after its sequence, so they are those of a padded 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import jax
@@ -32,34 +33,54 @@ class Packing:
     longest: int = struct.field(pytree_node=False)  # that a sequence may have
 
 
-def classes(longest: int) -> list[int]:
-    """Lengths that attention is compiled for, descending from `longest` by halves."""
-    lengths = [longest]
-    while len(lengths) < _CLASSES and lengths[-1] >= 2 * _SHORTEST:
-        lengths.append(-(-lengths[-1] // 2))
-    return lengths
+@dataclass(frozen=True)
+class Grouping:
+    """How attention takes sequences out of a buffer: those of a class of lengths, a few at a time.
 
-
-def group_rows(family: str) -> int:
-    """Rows that attention takes out of the buffer at a time, unless a sequence has more.
-
-    Few stay in a CPU's cache; many keep the cores of a GPU busy, and are fewer launches.
+    It is part of the program and changes no bit.
     """
-    return 512 if family in ("tiles", "native") else 4096
+
+    rows: int  # about so many at a time, unless a sequence has more
+    unit: int = 1  # lengths that are compiled are multiples of this
+
+    def classes(self, longest: int) -> list[int]:
+        """Lengths that attention is compiled for, descending by about halves from `longest`."""
+        lengths = [self._whole(longest)]
+        while len(lengths) < _CLASSES and lengths[-1] >= 2 * _SHORTEST:
+            half = self._whole(-(-lengths[-1] // 2))
+            if half == lengths[-1]:
+                break
+            lengths.append(half)
+        return lengths
+
+    def size(self, width: int, sequences: int) -> int:
+        """How many of the sequences of a class of lengths are taken at a time."""
+        return min(max(self.rows // width, 1), sequences)
+
+    def groups(self, lengths: np.ndarray, longest: int, sequences: int) -> list[int]:
+        """How many groups of each of the `classes` there are, of a buffer's lengths."""
+        widths = self.classes(longest)
+        bounds = pairwise([*widths, 0])
+        each = [np.count_nonzero((lengths <= high) & (lengths > low)) for high, low in bounds]
+        sizes = (self.size(width, sequences) for width in widths)
+        return [-(-int(count) // size) for count, size in zip(each, sizes, strict=True)]
+
+    def _whole(self, length: int) -> int:
+        return -(-length // self.unit) * self.unit
 
 
-def group_size(width: int, sequences: int, rows: int) -> int:
-    """How many of the sequences of a class of lengths are in a group of about `rows` rows."""
-    return min(max(rows // width, 1), sequences)
+# Few rows stay in a CPU's cache; many keep the cores of a GPU busy, and are fewer launches. Whole
+# blocks of a device's kernels need not be filled up before each of them.
+_GROUPINGS = {
+    **dict.fromkeys(("tiles", "native"), Grouping(512)),
+    **dict.fromkeys(("pallas_gpu", "pallas_mosaic_gpu"), Grouping(4096, 128)),
+    "pallas_tpu": Grouping(4096, 256),
+}
 
 
-def groups(lengths: np.ndarray, longest: int, sequences: int, rows: int) -> list[int]:
-    """How many groups attention takes of each of the `classes`, of a buffer's lengths."""
-    widths = classes(longest)
-    bounds = pairwise([*widths, 0])
-    each = [np.count_nonzero((lengths <= high) & (lengths > low)) for high, low in bounds]
-    sizes = (group_size(width, sequences, rows) for width in widths)
-    return [-(-int(count) // size) for count, size in zip(each, sizes, strict=True)]
+def grouping(family: str) -> Grouping:
+    """What the kernels of a family are best at."""
+    return _GROUPINGS[family]
 
 
 def runs(width: int) -> int:
@@ -77,7 +98,7 @@ def attended(
     window: jax.Array | None,
     packing: Packing,
     attend: Attend,
-    group_rows: int,
+    grouping: Grouping,
 ) -> jax.Array:
     """Attention of each sequence of the buffer to itself.
 
@@ -87,7 +108,7 @@ def attended(
       value: [N, Kv, E].
       window: i32[], how many positions a token attends to, or None.
       attend: of whole sequences that begin at position 0; differentiable.
-      group_rows: that are attended to at a time; changes no bit.
+      grouping: see `Grouping`.
 
     Returns:
       [N, H, E]; of rows that belong to no sequence meaningless, but finite.
@@ -101,9 +122,9 @@ def attended(
             made = attend(*parts, _positions(lengths, width), window)
             return _put((out,), (made,), starts, lengths)[0]
 
-        shape = (rows + _room(packing, group_rows), query.shape[1], value.shape[2])
+        shape = (rows + _room(packing, grouping), query.shape[1], value.shape[2])
         empty = jnp.zeros(shape, query.dtype)
-        return _by_length(group, empty, packing, rows, group_rows)[:rows]
+        return _by_length(group, empty, packing, rows, grouping)[:rows]
 
     def backward(residuals, cotangent):
         *arrays, window, packing = residuals
@@ -117,9 +138,9 @@ def attended(
             of_parts = jax.vjp(lambda *parts: attend(*parts, positions, window), *parts)[1]
             return _put(gradients, of_parts(own), starts, lengths)
 
-        room = _room(packing, group_rows)
+        room = _room(packing, grouping)
         empty = tuple(jnp.zeros((rows + room, *x.shape[1:]), x.dtype) for x in arrays)
-        gradients = _by_length(group, empty, packing, rows, group_rows)
+        gradients = _by_length(group, empty, packing, rows, grouping)
         return (*(x[:rows] for x in gradients), None, None)
 
     call = jax.custom_vjp(forward)
@@ -127,17 +148,17 @@ def attended(
     return call(query, key, value, window, packing)
 
 
-def _by_length(group: Callable, carry, packing: Packing, nowhere: int, group_rows: int):
+def _by_length(group: Callable, carry, packing: Packing, nowhere: int, grouping: Grouping):
     """Folds `group` (carry, starts i32[g], lengths i32[g], width) over the sequences, in order.
 
     A group has sequences of one class of lengths. What is missing to g starts at `nowhere`.
     """
-    widths = classes(packing.longest)
+    widths = grouping.classes(packing.longest)
     bounds = jnp.asarray([*widths[1:], 0], jnp.int32)
     ends = jnp.sum(packing.lengths[None, :] > bounds[:, None], axis=1, dtype=jnp.int32)
     first = jnp.int32(0)
     for index, width in enumerate(widths):
-        size = group_size(width, packing.starts.shape[0], group_rows)
+        size = grouping.size(width, packing.starts.shape[0])
 
         def some(number, carry, first=first, end=ends[index], width=width, size=size):
             at = first + number * size + jnp.arange(size)
@@ -152,10 +173,11 @@ def _by_length(group: Callable, carry, packing: Packing, nowhere: int, group_row
     return carry
 
 
-def _room(packing: Packing, group_rows: int) -> int:
+def _room(packing: Packing, grouping: Grouping) -> int:
     """Rows behind a buffer that `_put` may fill with zeros, whatever the group."""
     count = packing.starts.shape[0]
-    return max(group_size(width, count, group_rows) * width for width in classes(packing.longest))
+    widths = grouping.classes(packing.longest)
+    return max(grouping.size(width, count) * width for width in widths)
 
 
 def _positions(lengths: jax.Array, width: int) -> jax.Array:

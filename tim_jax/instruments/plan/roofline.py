@@ -216,13 +216,13 @@ def _seen_in_buffers(workload: Workload) -> float:
     Rows behind a sequence's end see one block.
     """
     numerics, count = workload.execution.numerics, len(workload.lengths)
-    block, at_once = numerics.kv_block, packing.group_rows(numerics.family)
-    widths = packing.classes(workload.longest)
+    block, grouping = numerics.kv_block, packing.grouping(numerics.family)
+    widths = grouping.classes(workload.longest)
     rows, keys = 0, 0
     for part in workloads.parts(workload):
-        counts = packing.groups(part, widths[0], count, at_once)
+        counts = grouping.groups(part, workload.longest, count)
         for width, groups in zip(widths, counts, strict=True):
-            taken = groups * packing.group_size(width, count, at_once) * width
+            taken = groups * grouping.size(width, count) * width
             rows, keys = rows + taken, keys + taken * -(-width // block)
     upto = [0.0, *accumulate(_blocks(workload, row) for row in range(workload.longest))]
     seen = sum(upto[length] for length in workload.lengths)

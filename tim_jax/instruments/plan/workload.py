@@ -219,8 +219,8 @@ def learner_trips(workload: Workload, stage: str) -> tuple[Times, ...]:
         return ()
     of_parts = parts(workload)
     count, prompt = len(workload.lengths), workload.prompt_length
-    rows = packing.group_rows(workload.execution.numerics.family)
-    counted = [packing.groups(part, workload.longest, count, rows) for part in of_parts]
+    grouping = packing.grouping(workload.execution.numerics.family)
+    counted = [grouping.groups(part, workload.longest, count) for part in of_parts]
     groups = [Fraction(sum(column), len(of_parts)) for column in zip(*counted, strict=True)]
     size = min(workload.execution.numerics.head_rows, workload.tokens or 1)
     targets = [int(np.sum(part - prompt)) for part in of_parts]
