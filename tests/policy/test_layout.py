@@ -107,9 +107,11 @@ def test_classes_of_lengths_fall_by_less_than_half(longest):
 
 
 def test_classes_are_made_of_whole_units():
-    assert packing.Grouping(4096, 256).classes(1408) == [1536, 768, 512, 256]
-    assert packing.Grouping(4096, 128).classes(1408) == [1408, 768, 384, 256, 128]
-    assert packing.Grouping(4096, 256).classes(100) == [256]
+    tpu, gpu = packing.grouping("pallas_tpu"), packing.grouping("pallas_gpu")
+    assert tpu.classes(1408) == [1536, 1024, 768, 512, 256]
+    assert gpu.classes(1408) == [1408, 1024, 768, 512, 384, 256, 128]
+    assert tpu.classes(100) == [256]
+    assert len(gpu.classes(16_384)) == 8
 
 
 SMALL = replace(tiny.NUMERICS, column_tiles=1)
@@ -127,7 +129,7 @@ def test_a_buffer_has_the_bits_of_padded_rows(case, monkeypatch):
     monkeypatch.setattr(packing, "_SHORTEST", 20)  # classes of 79, 40 and 20 tokens
     monkeypatch.setattr(packing, "_RUN_TOKENS", 32)
     unit = 16 if case == "gpu" else 1
-    # Several groups of a class; those of a device are made of whole blocks.
+    # Several groups of a class; the lengths of a device are whole blocks.
     monkeypatch.setattr(packing, "grouping", lambda family: packing.Grouping(80, unit))
     config, numerics = CASES[case]
     params = jax.tree.map(jnp.asarray, random_params(config, 0))

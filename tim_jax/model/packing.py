@@ -8,7 +8,9 @@ rows beside it nor on padding after its sequence, so they are those of a padded 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
+from math import ceil
 
 import jax
 import jax.numpy as jnp
@@ -42,15 +44,14 @@ class Grouping:
 
     rows: int  # about so many at a time, unless a sequence has more
     unit: int = 1  # lengths that are compiled are multiples of this
+    step: Fraction = Fraction(1, 2)  # about this part of a class's length is the next one's
 
     def classes(self, longest: int) -> list[int]:
-        """Lengths that attention is compiled for, descending by about halves from `longest`."""
+        """Lengths that attention is compiled for, descending from `longest`."""
         lengths = [self._whole(longest)]
-        while len(lengths) < _CLASSES and lengths[-1] >= 2 * _SHORTEST:
-            half = self._whole(-(-lengths[-1] // 2))
-            if half == lengths[-1]:
-                break
-            lengths.append(half)
+        while len(lengths) < _CLASSES and lengths[-1] >= 2 * max(_SHORTEST, self.unit):
+            shorter = self._whole(ceil(lengths[-1] * self.step))
+            lengths.append(min(shorter, lengths[-1] - self.unit))
         return lengths
 
     def size(self, width: int, sequences: int) -> int:
@@ -69,12 +70,13 @@ class Grouping:
         return -(-length // self.unit) * self.unit
 
 
-# Few rows stay in a CPU's cache; many keep the cores of a GPU busy, and are fewer launches. Whole
-# blocks of a device's kernels need not be filled up before each of them.
+# Few rows stay in a CPU's cache, and every class takes it long to compile. Many rows keep the cores
+# of a GPU busy, and are fewer launches. Whole blocks of a device's kernels need not be filled up.
+_FINER = Fraction(2, 3)
 _GROUPINGS = {
     **dict.fromkeys(("tiles", "native"), Grouping(512)),
-    **dict.fromkeys(("pallas_gpu", "pallas_mosaic_gpu"), Grouping(4096, 128)),
-    "pallas_tpu": Grouping(4096, 256),
+    **dict.fromkeys(("pallas_gpu", "pallas_mosaic_gpu"), Grouping(4096, 128, _FINER)),
+    "pallas_tpu": Grouping(4096, 256, _FINER),
 }
 
 
