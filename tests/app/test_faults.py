@@ -32,6 +32,7 @@ from tim_jax.app.run import charts, checkpoints, folders
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
 from tim_jax.model import calibration, hf
+from tim_jax.model.files import write_json
 from tim_jax.rl import drawing
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -72,7 +73,7 @@ def work(tmp_path_factory):
     def unmeasured(config, numerics, *, longest, **_):
         found = {"longest": longest, "found": calibration._plain(numerics)}
         found["of"] = calibration._of(config, numerics)
-        calibration._write(folder / "calibration.json", found)
+        write_json(folder / "calibration.json", found)
         return numerics
 
     with pytest.MonkeyPatch.context() as patch:
