@@ -305,7 +305,7 @@ _FREE = {
     *("while", "conditional", "call", "opt-barrier", "optimization-barrier"),
     *("partition-id", "replica-id"),
     *("custom-call", "custom-call-start"),  # kernels: counted where they are traced
-    *("call-start", "async-start", "async-update", "async-done"),  # their computation is visited
+    *("call-start", "async-start"),  # their computation is visited
 }
 # Groups along the axes of a mesh: mesh['data'=1,'fsdp'=4] {'fsdp'}
 _MESH = re.compile(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}")
@@ -428,7 +428,6 @@ def launches(module: Module, trips: Sequence[Times] = ()) -> int:
 
 
 def _is_free(one: Instruction) -> bool:
-    # What an asynchronous call does is counted where it starts.
     return one.opcode in _FREE or one.opcode.endswith(("-done", "-update"))
 
 
