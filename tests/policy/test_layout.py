@@ -19,6 +19,7 @@ from tim_jax.common.types import Rollout
 from tim_jax.instruments.auditing import PRESETS, random_params
 from tim_jax.model import packing
 from tim_jax.model.execution import Execution, Sampling
+from tim_jax.numerics import FAMILIES
 from tim_jax.policy import layout, scoring
 
 PROMPT, RESPONSE = 9, 70
@@ -39,10 +40,10 @@ def rollout_of(vocabulary: int, rows: int = 5, seed: int = 0, longest: int = RES
     )
 
 
-@pytest.mark.parametrize("unit", [1, 256])
-def test_groups_of_sequences_are_counted_as_they_are_folded(unit):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_groups_of_sequences_are_counted_as_they_are_folded(family):
     longest, rng = 1500, np.random.default_rng(0)
-    grouping = packing.Grouping(512, unit)
+    grouping = packing.grouping(family)
     classes = grouping.classes(longest)
 
     def group(counts, starts, lengths, width):

@@ -59,10 +59,10 @@ def join(coordinator: str | None, count: int | None, index: int | None) -> None:
 
 def check_all_used(where: Placement, name: str = "placement") -> None:
     """Refuses a mesh that leaves out devices of several processes: each must have a part of it."""
-    count, processes = jax.device_count(), jax.process_count()
-    if processes > 1 and where.devices != count:
+    count, several = jax.device_count(), jax.process_count()
+    if several > 1 and where.devices != count:
         raise InputError(
-            f"{name} ({where}) uses {where.devices} devices, but the {processes} processes have"
+            f"{name} ({where}) uses {where.devices} devices, but the {several} processes have"
             f" {count}, and with several all must be used"
         )
 
