@@ -107,7 +107,7 @@ class Setting:
         exact = GPU_EXACT_BF16
         if self.smoke:
             return {}
-        names = "cache_write", "head_rows", "head_gradient_rows", "row_sums"
+        names = "cache_write", "head_rows", "head_gradient_columns", "row_sums"
         return {name: getattr(exact, name) for name in names}
 
     def small_model(self, layers: int = 2) -> ModelConfig:

@@ -82,25 +82,30 @@ def pin(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _transposed_product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`product` where one of the two was transposed just before.
+    """`product` where one of the two was transposed just before."""
+    return product(laid_out(x), laid_out(weight))
 
-    XLA:CPU has fast bfloat16 products of row-major operands only, so there the transpose is made.
+
+def laid_out(x: jax.Array) -> jax.Array:
+    """`x` as a product should have it; if it was transposed just before, in memory too.
+
+    XLA:CPU has fast bfloat16 products of row-major operands only.
     """
     if x.dtype != jnp.bfloat16:
-        return product(x, weight)
+        return x
+    return jax.lax.platform_dependent(x, cpu=lambda x: pin(x)[0], default=lambda x: x)
 
-    def made(x, weight):
-        (y,) = pin(product(*pin(x, weight)))
-        return y
 
-    return jax.lax.platform_dependent(x, weight, cpu=made, default=product)
+def dot_weight_gradient(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """The gradient f32[K, M] of `dot` by a weight in one piece, both in the compute dtype."""
+    return _transposed_product(x.T, cotangent)
 
 
 def dot_gradients(x, weight, cotangent):
     """Gradients of `dot` in float32, with the cotangent rounded to the compute dtype."""
     cotangent = cotangent.astype(x.dtype)
     dx = _transposed_product(cotangent, joined(weight).T)
-    dweight = _transposed_product(x.T, cotangent)
+    dweight = dot_weight_gradient(x, cotangent)
     if weight.ndim == 3:
         tiles, contraction, width = weight.shape
         dweight = jnp.moveaxis(dweight.reshape(contraction, tiles, width), 1, 0)

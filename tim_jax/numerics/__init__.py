@@ -337,9 +337,9 @@ class Numerics:
     kv_block: int = 32  # keys per block, anchored at the sequence's first token
     whole_kv: bool = False  # one dot over all key blocks; only where calibration found equal bits
     head_rows: int = 256  # rows whose logits exist at one time
-    # Rows of the head whose gradient is computed at a time, beside the sum to which it is added;
+    # Columns of the head whose gradient is computed at a time, beside the sum to which it is added;
     # None: all, where the compiler has a product that adds to an array in place, as GPUs have.
-    head_gradient_rows: int | None = 128
+    head_gradient_columns: int | None = 4096
     # Every weight matrix is multiplied in this many equal groups of columns. A dot's bits depend on
     # its column count, so they are the same for every tensor axis that divides this number, no
     # other.
@@ -392,7 +392,7 @@ class Numerics:
             raise InputError(
                 f"Numerics: kv_block must be a power of two, at least 2, got {self.kv_block}"
             )
-        for name in ("head_rows", "head_gradient_rows", "column_tiles"):
+        for name in ("head_rows", "head_gradient_columns", "column_tiles"):
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise InputError(f"Numerics: {name} must be positive, got {count}")
@@ -504,7 +504,7 @@ GPU_EXACT_F32 = Numerics(
     family="pallas_gpu",
     kv_block=16,
     head_rows=1024,
-    head_gradient_rows=None,
+    head_gradient_columns=None,
     gpu=GPU_F32,
     cache_write="kernel",
     row_sums="sorted",

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import gcd
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from tim_jax.kernels import native
 from tim_jax.model import transformer
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights, weight_axes
-from tim_jax.numerics import masked
+from tim_jax.numerics import Numerics, masked
 from tim_jax.placement import Placement, collectives
 from tim_jax.policy import distribution, layout
 from tim_jax.policy.layout import Layout
@@ -253,7 +252,8 @@ def _head(head, hidden, scored, total, used, options: _HeadOptions):
         zeros = jnp.zeros(shape[::-1] if options.transposed else shape, jnp.float32)
         norm = jnp.zeros(whole["final_norm"].shape, jnp.float32)
         wanted = tuple(cotangents[: 2 if options.entropy_gradient else 1])
-        step = partial(_head_backward, whole, options=options)
+        turned = _turned_head(whole["head"], options.execution.numerics)
+        step = partial(_head_backward, whole, turned, options=options)
         sums = total if in_place else zeros
         start = norm, None if options.frozen else sums
         (norm, sums), dhidden = _fold(step, start, (hidden, scored, wanted), used)
@@ -305,12 +305,10 @@ def _head_tile(head, hidden, scored, *, options: _HeadOptions):
     return log_probs, entropy, distribution.score_energy(logits, tokens, sampling=sampling)
 
 
-def _head_backward(head, carry, rows, *, options: _HeadOptions):
+def _head_backward(head, turned, carry, rows, *, options: _HeadOptions):
     """One tile's step of the backward: adds to the sums, and returns the hidden states' cotangent.
 
-    The logits are the forward's own. The product with all of the head's rows is made a few rows at
-    a time, unless the numerics say all: a gradient of the whole head, beside its sum, would be the
-    largest array of an update.
+    The logits are the forward's own. `turned` is that of `_turned_head`.
     """
     (norm, sums), (hidden, scored, cotangents) = carry, rows
     execution = options.gathered
@@ -321,25 +319,54 @@ def _head_backward(head, carry, rows, *, options: _HeadOptions):
     local = _local(cotangents, options.placement)
     (dcolumns,) = jax.vjp(outputs, columns)[1](local)
     dcolumns = dcolumns.astype(inputs.dtype)
-    size = gcd(inputs.shape[1], execution.numerics.head_gradient_rows or 0)  # of 0: all
-    axis = 1 if options.transposed else head["head"].ndim - 2
-
-    def part(sums, start):
-        some = jax.lax.dynamic_slice_in_dim(inputs, start, size, axis=1)
-        weight = jax.lax.dynamic_slice_in_dim(head["head"], start, size, head["head"].ndim - 2)
-        dinputs, dweight = native.dot_gradients(some, weight.astype(inputs.dtype), dcolumns)
-        if options.frozen:
-            return None, dinputs.astype(inputs.dtype)
-        dweight = dweight.T if options.transposed else dweight
-        before = jax.lax.dynamic_slice_in_dim(sums, start, size, axis)
-        sums = jax.lax.dynamic_update_slice_in_dim(sums, before + dweight, start, axis)
-        return sums, dinputs.astype(inputs.dtype)
-
-    sums, dinputs = jax.lax.scan(part, sums, jnp.arange(0, inputs.shape[1], size))
-    dinputs = jnp.moveaxis(dinputs, 0, 1).reshape(inputs.shape)
+    if turned is None:
+        turned = native.joined(head["head"].astype(inputs.dtype)).T
+    dinputs = native.product(dcolumns, turned).astype(inputs.dtype)
+    if not options.frozen:
+        sums = _head_gradient(sums, inputs, dcolumns, options=options)
     normed = partial(transformer.head_inputs, execution=plain, shared=True)
     dhead, dhidden = jax.vjp(normed, {"final_norm": head["final_norm"]}, hidden)[1](dinputs)
     return (norm + dhead["final_norm"].astype(jnp.float32), sums), dhidden
+
+
+def _turned_head(head: jax.Array, numerics: Numerics) -> jax.Array | None:
+    """The head's transpose [V, d], made once for all tiles; None where a product needs no other
+    layout: in float32, and off the CPU."""
+    dtype = numerics.of_head.dtype
+    if dtype != jnp.bfloat16 or numerics.family.startswith("pallas"):
+        return None
+    return native.laid_out(native.joined(head.astype(dtype)).T)
+
+
+def _head_gradient(sums, inputs, dcolumns, *, options: _HeadOptions):
+    """`sums`, f32 of the head's shape or transposed, and one tile's gradient of the head.
+
+    It is added some columns at a time, unless the numerics say all: a gradient of the whole head,
+    beside its sum, would be the largest array of an update.
+    """
+    if sums.ndim == 3:  # column tiles, one after the other
+        of_tiles = dcolumns.reshape(inputs.shape[0], sums.shape[0], -1)
+
+        def tile(index, sums):
+            dweight = native.dot_weight_gradient(inputs, of_tiles[:, index])
+            return sums.at[index].add(dweight)
+
+        return jax.lax.fori_loop(0, sums.shape[0], tile, sums)
+    axis, width = (0 if options.transposed else 1), dcolumns.shape[1]
+    size = min(options.execution.numerics.head_gradient_columns or width, width)
+
+    def part(index, sums):
+        # The last part begins before its own columns, to be as wide as the others: those are zeros.
+        start = jnp.minimum(index * size, width - size)
+        some = jax.lax.dynamic_slice_in_dim(dcolumns, start, size, axis=1)
+        if width % size:
+            some = jnp.where(start + jnp.arange(size) >= index * size, some, jnp.zeros_like(some))
+        pair = (some, inputs) if options.transposed else (inputs, some)
+        before = jax.lax.dynamic_slice_in_dim(sums, start, size, axis)
+        after = before + native.dot_weight_gradient(*pair)
+        return jax.lax.dynamic_update_slice_in_dim(sums, after, start, axis)
+
+    return jax.lax.fori_loop(0, -(-width // size), part, sums)
 
 
 def _plain_outputs(scored, columns, *, execution: Execution, options: _HeadOptions):

@@ -99,7 +99,7 @@ def fixed_numerics(
         column_tiles=column_tiles,
         cache_write="rows" if platform == "cpu" else "scatter",
         row_sums="sorted" if platform == "gpu" else "scatter",
-        head_gradient_rows=None if platform == "gpu" else 128,
+        head_gradient_columns=None if platform == "gpu" else Numerics.head_gradient_columns,
     )
     return numerics.with_options(_UPDATES_IN_PLACE) if widens else numerics
 
