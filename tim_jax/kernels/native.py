@@ -83,15 +83,16 @@ def pin(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 def _transposed_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`product` where one of the two was transposed just before."""
-    return product(laid_out(x), laid_out(weight))
+    dtype = x.dtype
+    return row_major(product(row_major(x, dtype), row_major(weight, dtype)), dtype)
 
 
-def laid_out(x: jax.Array) -> jax.Array:
-    """`x` as a product should have it; if it was transposed just before, in memory too.
+def row_major(x: jax.Array, dtype: Any) -> jax.Array:
+    """`x` in row-major memory, if products of `dtype` need it; else as XLA likes.
 
-    XLA:CPU has fast bfloat16 products of row-major operands only.
+    XLA:CPU has fast bfloat16 products of row-major operands only, so there a transpose is made.
     """
-    if x.dtype != jnp.bfloat16:
+    if dtype != jnp.bfloat16:
         return x
     return jax.lax.platform_dependent(x, cpu=lambda x: pin(x)[0], default=lambda x: x)
 

@@ -338,7 +338,8 @@ class Numerics:
     whole_kv: bool = False  # one dot over all key blocks; only where calibration found equal bits
     head_rows: int = 256  # rows whose logits exist at one time
     # Columns of the head whose gradient is computed at a time, beside the sum to which it is added;
-    # None: all, where the compiler has a product that adds to an array in place, as GPUs have.
+    # None: all, where the compiler has a product that adds to an array in place, as GPUs have. With
+    # column tiles: those of one tile.
     head_gradient_columns: int | None = 4096
     # Every weight matrix is multiplied in this many equal groups of columns. A dot's bits depend on
     # its column count, so they are the same for every tensor axis that divides this number, no

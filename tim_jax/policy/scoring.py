@@ -252,8 +252,8 @@ def _head(head, hidden, scored, total, used, options: _HeadOptions):
         zeros = jnp.zeros(shape[::-1] if options.transposed else shape, jnp.float32)
         norm = jnp.zeros(whole["final_norm"].shape, jnp.float32)
         wanted = tuple(cotangents[: 2 if options.entropy_gradient else 1])
-        turned = _turned_head(whole["head"], options.execution.numerics)
-        step = partial(_head_backward, whole, turned, options=options)
+        transposed = _transposed_head(whole["head"], options.execution.numerics)
+        step = partial(_head_backward, whole, transposed, options=options)
         sums = total if in_place else zeros
         start = norm, None if options.frozen else sums
         (norm, sums), dhidden = _fold(step, start, (hidden, scored, wanted), used)
@@ -305,10 +305,10 @@ def _head_tile(head, hidden, scored, *, options: _HeadOptions):
     return log_probs, entropy, distribution.score_energy(logits, tokens, sampling=sampling)
 
 
-def _head_backward(head, turned, carry, rows, *, options: _HeadOptions):
+def _head_backward(head, transposed, carry, rows, *, options: _HeadOptions):
     """One tile's step of the backward: adds to the sums, and returns the hidden states' cotangent.
 
-    The logits are the forward's own. `turned` is that of `_turned_head`.
+    The logits are the forward's own. `transposed` is what `_transposed_head` returns.
     """
     (norm, sums), (hidden, scored, cotangents) = carry, rows
     execution = options.gathered
@@ -319,9 +319,9 @@ def _head_backward(head, turned, carry, rows, *, options: _HeadOptions):
     local = _local(cotangents, options.placement)
     (dcolumns,) = jax.vjp(outputs, columns)[1](local)
     dcolumns = dcolumns.astype(inputs.dtype)
-    if turned is None:
-        turned = native.joined(head["head"].astype(inputs.dtype)).T
-    dinputs = native.product(dcolumns, turned).astype(inputs.dtype)
+    if transposed is None:
+        transposed = native.joined(head["head"].astype(inputs.dtype)).T
+    dinputs = native.product(dcolumns, transposed).astype(inputs.dtype)
     if not options.frozen:
         sums = _head_gradient(sums, inputs, dcolumns, options=options)
     normed = partial(transformer.head_inputs, execution=plain, shared=True)
@@ -329,20 +329,22 @@ def _head_backward(head, turned, carry, rows, *, options: _HeadOptions):
     return (norm + dhead["final_norm"].astype(jnp.float32), sums), dhidden
 
 
-def _turned_head(head: jax.Array, numerics: Numerics) -> jax.Array | None:
-    """The head's transpose [V, d], made once for all tiles; None where a product needs no other
-    layout: in float32, and off the CPU."""
+def _transposed_head(head: jax.Array, numerics: Numerics) -> jax.Array | None:
+    """The head's transpose [V, d], copied once for all tiles, for products of bfloat16 on a CPU.
+
+    None for float32 and for the kernels of accelerators: a product there needs no copy.
+    """
     dtype = numerics.of_head.dtype
     if dtype != jnp.bfloat16 or numerics.family.startswith("pallas"):
         return None
-    return native.laid_out(native.joined(head.astype(dtype)).T)
+    return native.row_major(native.joined(head.astype(dtype)).T, dtype)
 
 
 def _head_gradient(sums, inputs, dcolumns, *, options: _HeadOptions):
-    """`sums`, f32 of the head's shape or transposed, and one tile's gradient of the head.
+    """Adds one tile's gradient of the head to `sums`, f32 of the head's shape or transposed.
 
-    It is added some columns at a time, unless the numerics say all: a gradient of the whole head,
-    beside its sum, would be the largest array of an update.
+    Some columns at a time, unless the numerics say all: a gradient of the whole head, beside its
+    sum, would be the largest array of an update.
     """
     if sums.ndim == 3:  # column tiles, one after the other
         of_tiles = dcolumns.reshape(inputs.shape[0], sums.shape[0], -1)
@@ -356,7 +358,7 @@ def _head_gradient(sums, inputs, dcolumns, *, options: _HeadOptions):
     size = min(options.execution.numerics.head_gradient_columns or width, width)
 
     def part(index, sums):
-        # The last part begins before its own columns, to be as wide as the others: those are zeros.
+        # The last part begins earlier, to be as wide as the others: what was added before is zero.
         start = jnp.minimum(index * size, width - size)
         some = jax.lax.dynamic_slice_in_dim(dcolumns, start, size, axis=1)
         if width % size:
