@@ -207,6 +207,54 @@ def test_native_numerics_and_other_backends_are_left_alone(monkeypatch):
     assert calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4, longest=64) == tiny.NUMERICS
 
 
+# --- the head in parts -------------------------------------------------------------------------
+
+
+def ones(x, weight):
+    return jnp.ones((x.shape[0], weight.shape[1]))
+
+
+def head_columns(monkeypatch, seconds, dot=ones, **changes):
+    """The columns chosen for a head of 23, if it takes these seconds whole, and in parts of 8."""
+    monkeypatch.setattr(calibration, "_HEAD_COLUMNS", 8)
+    monkeypatch.setattr(calibration, "_seconds", lambda _: seconds)
+    monkeypatch.setattr(native, "dot", dot)
+    numerics = replace(tiny.NUMERICS, rows_by_contraction=((16, Rows(2, 64)),), **changes)
+    return calibration._head_columns(tiny.CONFIG, numerics, 6)
+
+
+def test_the_head_is_cut_where_that_is_much_faster(monkeypatch):
+    assert head_columns(monkeypatch, [3.0, 1.0]) == 8
+    assert head_columns(monkeypatch, [1.4, 1.0]) is None
+    assert head_columns(monkeypatch, [3.0, 1.0], column_tiles=2) is None
+
+
+def test_the_head_stays_whole_where_parts_have_other_bits(monkeypatch):
+    def dot(x, weight):
+        return jnp.full((x.shape[0], weight.shape[1]), float(weight.shape[1]))
+
+    assert head_columns(monkeypatch, [3.0, 1.0], dot) is None
+
+
+def test_programs_of_several_processes_follow_no_timing(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert head_columns(monkeypatch, [3.0, 1.0]) is None
+
+
+def test_the_head_is_tried_with_no_more_rows_than_it_has(monkeypatch):
+    """With more its logits would be the largest arrays of all."""
+    widest = []
+
+    def dot(x, weight):
+        if weight.shape[1] == tiny.CONFIG.vocab_size:
+            widest.append(x.shape[0])
+        return jnp.zeros((x.shape[0], weight.shape[1]))
+
+    ranges = calibrated(4, monkeypatch, dot)
+    assert max(widest) == tiny.NUMERICS.head_rows
+    assert ranges == dict.fromkeys(DOTS, Rows(1, 64))
+
+
 # --- kept in a file ----------------------------------------------------------------------------
 
 FOUND = replace(
@@ -214,6 +262,7 @@ FOUND = replace(
     rows_by_contraction=((16, Rows(2, 49)), (24, Rows(1, None))),
     attention_rows=Rows(1, 48),
     whole_kv=True,
+    decode_head_columns=4096,
 )
 
 

@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
-from tim_jax.numerics import EXACT_BF16, Numerics, Rows, describe
+import pytest
+
+from tim_jax.common.errors import InputError
+from tim_jax.numerics import EXACT_BF16, Numerics, Precision, Rows, describe
 
 
 def test_numerics_are_described_by_what_is_not_default():
@@ -11,3 +14,24 @@ def test_numerics_are_described_by_what_is_not_default():
     assert describe(replace(wide, whole_kv=True)) == (
         "tiles float32 rows_by_contraction=60:2..any attention_rows=3..48 whole_kv=True"
     )
+
+
+def test_the_head_has_at_most_head_rows_rows():
+    ranges = ((60, Rows(2, None)), (70, Rows(33, 2048)), (80, Rows(2, 16)))
+    numerics = Numerics(rows_by_contraction=ranges, head_rows=24)
+    found = [numerics.of_head.rows_for(size) for size, _ in ranges]
+    assert found == [Rows(2, 24), Rows(33, 33), Rows(2, 16)]
+    assert numerics.rows_for(60) == Rows(2, None)
+
+
+def test_what_was_measured_of_the_head_is_of_one_dtype():
+    numerics = Numerics(rows_by_contraction=((60, Rows(2, 48)),), decode_head_columns=8)
+    other = replace(numerics, precision=Precision(head="bfloat16")).of_head
+    assert other.decode_head_columns is None
+    assert other.rows_for(60) == numerics.rows
+    assert numerics.of_head.decode_head_columns == 8
+
+
+def test_a_head_is_cut_once():
+    with pytest.raises(InputError, match="decode_head_columns = 8 cuts a head that column_tiles"):
+        Numerics(column_tiles=2, decode_head_columns=8)

@@ -240,6 +240,17 @@ def test_writing_the_cache_in_one_scatter_changes_no_bit(pool):
     same(found, whole, np.arange(24))
 
 
+@pytest.mark.parametrize("dtype", quick.some(list(NUMERICS), 0))
+def test_a_head_in_parts_changes_no_bit(dtype):
+    """Calibration compares the bits of a real model's parts; those of these widths are equal."""
+    config, whole = replace(CONFIG, vocab_size=96), NUMERICS[dtype]
+    weights = prepared(tiny.params(config), config, whole)
+    options = {"samples": 2, "sampling": replace(SAMPLING, stop_tokens=()), "config": config}
+    in_parts = replace(whole, decode_head_columns=32)
+    found = sample(weights, POOL, numerics=in_parts, **options)
+    same(found, sample(weights, POOL, numerics=whole, **options), np.arange(12))
+
+
 @pytest.mark.slow
 def test_a_response_does_not_depend_on_the_padding(pool):
     weights, numerics, whole = pool

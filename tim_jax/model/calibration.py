@@ -2,7 +2,8 @@
 
 Fixed row tiles are exact on any backend, but a small decode batch pays for padding and a large one
 for small tiles. So the dots of one model are run at many row counts and their raw bits are
-compared; the widest ranges over which they are equal become the `Rows` of a `Numerics`. Such a
+compared; the widest ranges over which they are equal become the `Rows` of a `Numerics`. Where the
+head's product is much faster in parts, and has the same bits, decoding takes it in parts. Such a
 range is measured on random data, for one backend, version and machine; it is the audit that proves
 that the log-probs of a model are equal.
 
@@ -16,12 +17,16 @@ ranges chosen for another batch are as exact, if perhaps slower, and a run must 
 its batch or placement changes.
 """
 
+import math
 import os
 import platform
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,7 @@ import numpy as np
 
 from tim_jax.common import inputs, machine, waiting
 from tim_jax.kernels import native, tiles
+from tim_jax.model import parameters
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import jit
 from tim_jax.model.files import read_json, write_json
@@ -49,6 +55,10 @@ _SPANS = 12  # numbers of keys that are compared with all keys
 _MARGIN = 2  # blocks of keys that caches may have beyond the longest sequence
 _MOST_BLOCKS = 64  # of keys; longer sequences are not measured, and have a dot for every block
 _PADDING = 3  # how many times its own rows a decode batch may be padded to
+_HEAD_COLUMNS = 4096  # of a part of the head, where decoding multiplies it in parts
+_FASTER = 1.5  # times, at the least: parts cost memory, and a timing must not change its mind
+_TIMINGS = 5
+_DRAWS = 2**22 + 15  # a prime number, so that no row or column of a matrix repeats
 
 
 @waiting.during("measuring which tiles keep the bits on this machine")
@@ -60,39 +70,49 @@ def calibrate(config: ModelConfig, numerics: Numerics, *, batch: int, longest: i
       longest: tokens of the longest sequence, prompt and response, that they are to be exact for.
 
     Returns:
-      `numerics` with `rows_by_contraction`, `attention_rows` and `whole_kv` as measured; unchanged
-      for native numerics and off the CPU, where the tiles are only a slow reference.
+      `numerics` with `rows_by_contraction`, `attention_rows`, `whole_kv` and `decode_head_columns`
+      as measured; unchanged for native numerics and off the CPU, where the tiles are only a slow
+      reference.
     """
     if numerics.family != "tiles" or jax.default_backend() != "cpu":
         return numerics
     by_contraction = []
-    for contraction, widths in sorted(_dots(config, numerics.column_tiles).items()):
-        holds = [_same_rows(contraction, width, numerics) for width in widths]
+    for contraction, most in sorted(_dots(config, numerics).items()):
+        holds = [_same_rows((contraction, width), numerics, most[width]) for width in most]
         ranges = _common_ranges(holds, _COUNTS)
         by_contraction.append((contraction, _choose(ranges, batch, numerics.rows)))
     whole_kv, attention_rows = _attention(config, numerics, longest)
-    return replace(
+    found = replace(
         numerics,
         rows_by_contraction=tuple(by_contraction),
         attention_rows=attention_rows,
         whole_kv=whole_kv,
     )
+    return replace(found, decode_head_columns=_head_columns(config, found, batch))
 
 
-def _dots(config: ModelConfig, column_tiles: int) -> dict[int, set[int]]:
-    """Contraction size -> widths of the column tiles of the weight matrices that have it."""
-    dots: dict[int, set[int]] = {}
-    for contraction, width in matrices(config).values():
-        dots.setdefault(contraction, set()).add(-(-width // column_tiles))
+def _dots(config: ModelConfig, numerics: Numerics) -> dict[int, dict[int, int]]:
+    """Contraction size -> width of a weight matrix's column tile -> the most rows it is given."""
+    dots: dict[int, dict[int, int]] = {}
+    for name, (contraction, width) in matrices(config).items():
+        widths = dots.setdefault(contraction, {})
+        tile = -(-width // numerics.column_tiles)
+        most = numerics.head_rows if name == "head" else _COUNTS[-1]
+        widths[tile] = max(most, widths.get(tile, 0))
     return dots
 
 
-def _same_rows(contraction: int, width: int, numerics: Numerics) -> list[bool]:
-    """`_equal_neighbours` of a product with weights."""
-    x = _random(0, (_COUNTS[-1], contraction), numerics)
-    weight = _random(1, (contraction, width), numerics)
+def _same_rows(shape: tuple[int, int], numerics: Numerics, most: int) -> list[bool]:
+    """`_equal_neighbours` of a product with a matrix of this shape, which has at most `most` rows.
+
+    Counts beyond that hold: they do not occur.
+    """
+    counts = _COUNTS[: bisect_left(_COUNTS, most) + 1]
+    x = _random(0, (counts[-1], shape[0]), numerics)
+    weight = jnp.asarray(_random(1, shape, numerics))
     dot = jit(lambda x, w: tiles.fence(native.dot(*native.pin(x, w))), numerics)
-    return _equal_neighbours(lambda rows: _bits(dot(x[rows], weight)), _COUNTS)
+    found = _equal_neighbours(lambda rows: _bits(dot(x[rows], weight)), counts)
+    return found + [True] * (len(_COUNTS) - len(counts))
 
 
 def _equal_neighbours(bits: Callable[[slice], np.ndarray], counts: Sequence[int]) -> list[bool]:
@@ -101,13 +121,17 @@ def _equal_neighbours(bits: Callable[[slice], np.ndarray], counts: Sequence[int]
     Rows are taken from the start and from the end, because a row's bits must not depend on its
     place either. `bits` computes some rows, which are the first axis of its result.
     """
-    heads = [bits(slice(count)) for count in counts]
-    tails = [bits(slice(-count, None)) for count in counts]
-    return [
-        np.array_equal(heads[index], heads[index + 1][:small])
-        and np.array_equal(tails[index], tails[index + 1][-small:])
-        for index, small in enumerate(counts[:-1])
-    ]
+
+    def both(count: int) -> tuple[np.ndarray, np.ndarray]:
+        return bits(slice(count)), bits(slice(-count, None))
+
+    found, (head, tail) = [], both(counts[0])
+    for small, count in pairwise(counts):
+        longer_head, longer_tail = both(count)
+        same = np.array_equal(head, longer_head[:small])
+        found.append(same and np.array_equal(tail, longer_tail[-small:]))
+        head, tail = longer_head, longer_tail
+    return found
 
 
 def _common_ranges(holds: list[list[bool]], counts: Sequence[int]) -> list[Rows]:
@@ -131,6 +155,50 @@ def _choose(ranges: list[Rows], batch: int, fixed: Rows) -> Rows:
 
     wide = [rows for rows in ranges if rows.high != rows.low]
     return min(wide, key=cost) if wide else fixed
+
+
+def _head_columns(config: ModelConfig, numerics: Numerics, batch: int) -> int | None:
+    """Columns of the head that a decode step should multiply at a time; None: all.
+
+    XLA:CPU of JAX 0.10 multiplies up to 64 bfloat16 rows by a wide matrix three to five times more
+    slowly than by its parts.
+    """
+    contraction, width = config.hidden_size, config.vocab_size
+    several = jax.process_count() > 1  # whose timings could differ, and their programs with them
+    if several or numerics.column_tiles > 1 or width < 2 * _HEAD_COLUMNS:
+        return None
+    rows = numerics.of_head.rows_for(contraction)
+    size = rows.split(batch)[1]
+    x = _random(0, (size, contraction), numerics)
+    head = jnp.asarray(_random(1, (contraction, width), numerics))
+    whole, parts = (head,), parameters.parts_of_head(head, _HEAD_COLUMNS)
+
+    @partial(jit, numerics=numerics)
+    def product(x, parts):
+        found = [tiles.fence(native.dot(*native.pin(x, part))) for part in parts]
+        return jnp.concatenate(found, axis=1)
+
+    calls = [partial(product, x, whole), partial(product, x, parts)]
+    seconds = _seconds(calls)
+    if seconds[0] <= _FASTER * seconds[1]:
+        return None
+    counts = [count for count in _COUNTS if rows.low <= count < size]
+    for some in (x, *(x[:count] for count in counts)):
+        if not np.array_equal(_bits(product(some, whole)), _bits(product(some, parts))):
+            return None
+    return _HEAD_COLUMNS
+
+
+def _seconds(calls: Sequence[Callable[[], jax.Array]]) -> list[float]:
+    """The median time of each call, in turns, after a first one that compiles."""
+    jax.block_until_ready([call() for call in calls])
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(_TIMINGS):
+        for call, taken in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            taken.append(time.perf_counter() - start)
+    return [float(np.median(taken)) for taken in times]
 
 
 def _attention(config: ModelConfig, numerics: Numerics, longest: int) -> tuple[bool, Rows]:
@@ -190,9 +258,10 @@ def _last(batch: int, rows: int, keys: int) -> np.ndarray:
 
 
 def _random(seed: int, shape: tuple[int, ...], numerics: Numerics) -> np.ndarray:
-    """Random numbers, on the host, where slices need no compilation."""
-    draws = np.random.Generator(np.random.Philox(seed)).standard_normal(shape, np.float32)
-    return draws.astype(numerics.dtype)
+    """Random numbers, on the host, where slices need no compilation; those of a head repeat."""
+    size = min(math.prod(shape), _DRAWS)
+    draws = np.random.Generator(np.random.Philox(seed)).standard_normal(size, np.float32)
+    return np.resize(draws.astype(numerics.dtype), shape)
 
 
 def _bits(x: jax.Array) -> np.ndarray:
@@ -245,6 +314,7 @@ def _plain(calibrated: Numerics) -> dict[str, Any]:
         ],
         "attention_rows": [calibrated.attention_rows.low, calibrated.attention_rows.high],
         "whole_kv": calibrated.whole_kv,
+        "decode_head_columns": calibrated.decode_head_columns,
     }
 
 
@@ -255,4 +325,5 @@ def _values(record: Mapping[str, Any]) -> dict[str, Any]:
         ),
         "attention_rows": Rows(*record["attention_rows"]),
         "whole_kv": bool(record["whole_kv"]),
+        "decode_head_columns": record["decode_head_columns"],
     }

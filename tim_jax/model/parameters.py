@@ -208,15 +208,31 @@ def _in_halves(matrix: jax.Array, width: int, rotated: int) -> jax.Array:
     return moved.reshape(matrix.shape)
 
 
-def unstacked(weights: Weights) -> Weights:
+def unstacked(weights: Weights, *, head_columns: int | None = None) -> Weights:
     """`weights` with a dictionary per layer, as the forward with a cache takes them.
 
     To be called before a decode loop: inside it, slicing the stack would copy weights at every
     step.
+
+    Args:
+      head_columns: the head [d, V] becomes the tuple of its `parts_of_head` of this width; None: it
+        stays as it is.
     """
-    return {
+    layers = {
         name: _unstacked(leaf) if isinstance(leaf, dict) else leaf for name, leaf in weights.items()
     }
+    if head_columns is None:
+        return layers
+    return {**layers, "head": parts_of_head(weights["head"], head_columns)}
+
+
+def parts_of_head(head: jax.Array, columns: int) -> tuple[jax.Array, ...]:
+    """The head [d, V] cut into matrices of `columns` columns, the last of them with the rest.
+
+    The rest by itself could be narrow, and products of few columns have other bits.
+    """
+    cuts = [*range(0, head.shape[1] - columns + 1, columns)][1:]
+    return tuple(jnp.split(head, cuts, axis=1))
 
 
 def _unstacked(layers: Weights) -> tuple[Weights, ...]:

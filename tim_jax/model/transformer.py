@@ -175,9 +175,15 @@ def head_columns(weights: Weights, normed: jax.Array, *, execution: Execution) -
     """This device's columns of the products with the head, f32[N, V / tensor], padding included."""
     placement, of_head = execution.placement, execution.numerics.of_head
     ops = collectives.family(of_head, placement)
-    head = weights["head"].astype(of_head.dtype)
-    head = collectives.matrix(head, numerics=of_head, placement=placement)
-    return ops.dot(normed, head, numerics=of_head)
+
+    def product(head):
+        head = collectives.matrix(head.astype(of_head.dtype), numerics=of_head, placement=placement)
+        return ops.dot(normed, head, numerics=of_head)
+
+    head = weights["head"]
+    if isinstance(head, tuple):  # `parameters.unstacked` has cut it
+        return jnp.concatenate([product(part) for part in head], axis=1)
+    return product(head)
 
 
 def rows_of_columns(columns: jax.Array, *, execution: Execution) -> jax.Array:

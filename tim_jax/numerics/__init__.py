@@ -233,6 +233,11 @@ class Rows:
         if self.low < 1 or (self.high is not None and self.high < self.low):
             raise InputError(f"Rows: need 1 <= low <= high, got low={self.low}, high={self.high}")
 
+    def at_most(self, count: int) -> "Rows":
+        """The part of the range up to `count`; its lowest count if that is more."""
+        high = count if self.high is None else min(self.high, count)
+        return Rows(self.low, max(self.low, high))
+
     def split(self, count: int) -> tuple[int, int]:
         """(tiles, rows per tile) that cover `count` rows.
 
@@ -341,6 +346,10 @@ class Numerics:
     # None: all, where the compiler has a product that adds to an array in place, as GPUs have. With
     # column tiles: those of one tile.
     head_gradient_columns: int | None = 4096
+    # Width of the parts of the head that a decode step multiplies one after the other; None: it is
+    # whole. Calibration sets it where XLA:CPU is slow with a wide matrix and few rows, and the bits
+    # are the same.
+    decode_head_columns: int | None = None
     # Every weight matrix is multiplied in this many equal groups of columns. A dot's bits depend on
     # its column count, so they are the same for every tensor axis that divides this number, no
     # other.
@@ -393,10 +402,16 @@ class Numerics:
             raise InputError(
                 f"Numerics: kv_block must be a power of two, at least 2, got {self.kv_block}"
             )
-        for name in ("head_rows", "head_gradient_columns", "column_tiles"):
+        sizes = "head_rows", "head_gradient_columns", "decode_head_columns", "column_tiles"
+        for name in sizes:
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise InputError(f"Numerics: {name} must be positive, got {count}")
+        if self.decode_head_columns is not None and self.column_tiles > 1:
+            raise InputError(
+                f"Numerics: decode_head_columns = {self.decode_head_columns} cuts a head that"
+                f" column_tiles = {self.column_tiles} has cut already; leave out one of them"
+            )
         if self.expert_capacity is not None and not 0 < self.expert_capacity < float("inf"):
             raise InputError(
                 f"Numerics: expert_capacity must be above 0 and finite, got {self.expert_capacity}"
@@ -422,8 +437,14 @@ class Numerics:
 
     @property
     def of_head(self) -> "Numerics":
-        """The numerics of the product with the head, whose operands may have another dtype."""
-        return self._in_dtype(self.precision.head)
+        """The numerics of the product with the head, whose operands may have another dtype.
+
+        It has at most `head_rows` rows at a time, so calibration need not try more with the widest
+        matrix of a model.
+        """
+        ranges = [(size, rows.at_most(self.head_rows)) for size, rows in self.rows_by_contraction]
+        capped = replace(self, rows_by_contraction=tuple(ranges))
+        return capped._in_dtype(self.precision.head)
 
     @property
     def of_router(self) -> "Numerics":
@@ -438,11 +459,12 @@ class Numerics:
     def _in_dtype(self, dtype: str | None) -> "Numerics":
         """For products of operands of `dtype`, in the fixed row tiles that are exact for any.
 
-        The ranges of `rows_by_contraction` were measured for the compute dtype alone.
+        What calibration measured is of the compute dtype alone.
         """
         if dtype in (None, self.compute_dtype):
             return self
-        return replace(self, compute_dtype=dtype, rows_by_contraction=())
+        changed = {"rows_by_contraction": (), "decode_head_columns": None}
+        return replace(self, compute_dtype=dtype, **changed)
 
     def head_columns(self, vocabulary: int) -> int:
         """The head's columns with those of zeros that fill it up to whole column tiles.

@@ -110,7 +110,7 @@ def sample(
         )
         slots = slotting.empty(queue, width, numerics=numerics)
         state = _State(slots, results, queue.waiting)
-        unstacked = parameters.unstacked(weights)
+        unstacked = by_layer(weights, execution)
         for narrower in [*widths(width, batching.halvings), 0]:
             state = decoding.run(unstacked, queue, state, until=narrower)
             if narrower:
@@ -143,6 +143,12 @@ def whole_weights(weights: Weights, execution: Execution) -> Weights:
         axes = weight_axes(execution.config, execution.numerics)
         weights = collectives.gather_fsdp(weights, axes, execution.placement)
     return transformer.whole_norms(weights, execution=inside)
+
+
+def by_layer(weights: Weights, execution: Execution) -> Weights:
+    """`whole_weights` as a decode step takes them: by layer, the head cut as `numerics` says."""
+    columns = execution.numerics.of_head.decode_head_columns
+    return parameters.unstacked(weights, head_columns=columns)
 
 
 def widths(slots: int, halvings: int) -> list[int]:

@@ -26,7 +26,7 @@ import numpy as np
 from flax import struct
 
 from tim_jax.common.types import Names, Prompts
-from tim_jax.model import parameters, transformer
+from tim_jax.model import transformer
 from tim_jax.model.attention import Cache
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights
@@ -134,7 +134,7 @@ class Turning:
             cache = slotting.with_prompts(cache, queue.waiting, queue.order, queue)
         of_token = None if drawn.drawn is None else drawn.drawn[:, 0]
         first = First(drawn.tokens[:, 0], drawn.log_probs[:, 0], drawn.ended, of_token)
-        return parameters.unstacked(weights), cache, first
+        return sampler.by_layer(weights, self.execution), cache, first
 
     def extend(self, weights: Weights, cache: Cache, chunks: Chunks) -> Cache:
         """The cache with the keys and values of the chunks' tokens, one chunk after the other."""
