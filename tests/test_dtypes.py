@@ -394,7 +394,7 @@ WITHOUT = {
         policy.layout.Padded.by_response policy.layout.Padded.predicting
         policy.layout.Packed.by_response policy.layout.Packed.predicting
         policy.sampler.Decoding.uniforms policy.sampler.begin_steps policy.sampler.in_loop
-        policy.sampler.tied policy.sampler.whole_weights
+        policy.sampler.tied policy.sampler.by_layer policy.sampler.whole_weights
         policy.scoring.chosen_alike policy.slots.copy_pages policy.slots.with_prompts
         policy.turns.copy_pages policy.turns.turn_keys policy.turns.Pages.copied
         policy.turns.Pages.free policy.turns.Pages.provide policy.slots.advance policy.slots.empty
