@@ -93,6 +93,30 @@ def test_an_objective_that_counts_from_a_length_takes_that_of_the_run(model):
         assert run.learning.objective == tim.objectives.dr_grpo(max_length=longest)
 
 
+def test_arguments_are_checked_as_they_are_together(model):
+    """Not one after the other, beside settings that they replace."""
+    objective = tim.objectives.grpo(kl_coefficient=0.0, reject_before_advantages=True)
+    asked = {"objective": objective, "correction": tim.corrections.geometric_rejection()}
+    _, run = settle("grpo", model, model.training(mode="recompute"), asked)
+    assert run.learning.objective == objective
+    base = model.training(objective=tim.objectives.rloo(), correction=tim.corrections.token_tis())
+    plain = tim.objectives.grpo(kl_coefficient=0.0)
+    without = {"objective": plain, "correction": tim.corrections.none()}
+    assert settle("grpo", model, base, without)[1].learning.mode == "bypass"
+    weighed = {"objective": plain, "correction": tim.corrections.token_tis()}
+    assert settle("grpo", model, base, weighed)[1].learning.mode == "recompute"
+
+
+def test_a_training_keeps_the_end_token_of_its_model(model):
+    own = model.training().execution.sampling.stop_tokens
+    assert own
+    more = model.training(stop_tokens=(7,)).execution.sampling.stop_tokens
+    assert set(more) == {*own, 7}
+    assert model.training(sampling=Sampling(4)).execution.sampling.stop_tokens == own
+    with pytest.raises(InputError, match="stop_tokens must be a tuple of token ids"):
+        model.training(stop_tokens=7)
+
+
 # The names.
 
 

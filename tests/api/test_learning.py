@@ -16,7 +16,9 @@ import tiny
 
 import tim_jax as tim
 from tim_jax import corrections, metrics, objectives
-from tim_jax.common.errors import InputError
+from tim_jax.api import foreign
+from tim_jax.api.rollouts import as_rows
+from tim_jax.common.errors import InputError, MismatchError
 from tim_jax.instruments.auditing import random_params
 from tim_jax.model import hf
 from tim_jax.model.execution import Sampling
@@ -145,6 +147,48 @@ def test_the_recorded_log_probs_are_the_behaviour_policy(model, rows):
     capped = np.minimum(ratios, 1.05)
     found = step.metrics["correction/coefficient_mean"]
     np.testing.assert_allclose(found, capped.mean(), rtol=1e-4)
+
+
+def test_what_sample_returns_is_as_good_as_rows(model, rollout, rows):
+    training = model.training()
+    found = foreign.learnable(model, as_rows(rollout, "learn"), "auto", training)
+    expected = foreign.learnable(model, rows, "auto", training)
+    arrays = [foreign.arrays(model, responses) for responses in (found, expected)]
+    assert bits(arrays[0]) == bits(arrays[1])
+    greedy = replace(rollout, sampling=replace(rollout.sampling, temperature=0.0))
+    with pytest.raises(InputError, match="learn: the rollout is greedy"):
+        tim.learn(model, greedy, REWARDS)
+
+
+def test_lengths_count_what_the_model_drew(model, rows):
+    """As those of an episode: a tool's reply makes no response overlong."""
+    mask = [1, 1, 0, 0, 0, 1]
+    tokens = (rows[0]["response_token_ids"] * 6)[:6]
+    row = rows[0] | {"response_token_ids": tokens, "logprobs": [-1.0] * 6, "mask": mask}
+    rollout = foreign.arrays(model, foreign.learnable(model, [row], "auto", model.training()))
+    assert (rollout.drawn_lengths.tolist(), rollout.lengths.tolist()) == ([3], [6])
+    assert rollout.mask[0, :6].astype(int).tolist() == mask
+
+
+@pytest.mark.slow
+def test_a_buffer_of_the_longest_row_suffices(model, rows):
+    """Whatever widths its arrays are padded to."""
+    longest = max(len(row["prompt_token_ids"] + row["response_token_ids"]) for row in rows)
+    step = tim.learn(
+        model, rows, REWARDS, optimizer=SGD, training=model.training(micro_batch_tokens=longest)
+    )
+    assert step.metrics["exact_share"] == 1.0
+    expected = tim.learn(model, rows, REWARDS, optimizer=SGD)
+    pairs = step.model.params, expected.model.params
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), *pairs)
+
+
+@pytest.mark.slow
+def test_a_step_that_must_be_exact_refuses_other_log_probs(model, rows):
+    how = {"optimizer": SGD, "training": model.training(exact=True)}
+    assert tim.learn(model, rows, REWARDS, **how).metrics["exact_share"] == 1.0
+    with pytest.raises(MismatchError, match="response tokens have unequal log-probs"):
+        tim.learn(model, off(rows), REWARDS, **how)
 
 
 @pytest.mark.slow
@@ -336,6 +380,11 @@ def test_weights_go_out_by_their_names(model, tmp_path):
         ({"last": {"kept_tokens": [[1]]}}, "row 8: supports must be of the"),
         ({"hidden": True}, "row 8: mask is 0 at all tokens; leave its group out"),
         ({"sampler": {"max_staleness": 1}}, "training has settings of a sampler"),
+        (
+            {"sampler": {"turns": tim.Turns()}},
+            "training has turns = Turns.* but rows have no turns",
+        ),
+        ({"sampler": {"micro_batch_tokens": 2}}, "learn: micro_batch_tokens = 2: must be at least"),
         ({"objective": tim.objectives.dr_grpo()}, "which rows do not say; give it max_length"),
         ({"objective": tim.objectives.dapo(overlong_cache=9)}, "give it max_length"),
         ({"first": "model"}, "learn: model must be what tim_jax.load returns"),

@@ -14,7 +14,6 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
 from tim_jax.instruments.auditing import PRESETS, random_params
 from tim_jax.model import packing
@@ -164,8 +163,14 @@ def test_a_buffer_has_the_bits_of_padded_rows(case, monkeypatch):
         np.testing.assert_allclose(one, other, atol=close * np.abs(other).max())
 
 
-def test_a_buffer_that_cannot_hold_the_longest_is_refused():
-    rollout = rollout_of(10)
-    with pytest.raises(InputError, match=r"micro_batch_tokens = 78 .* 9 \+ 70 tokens"):
-        layout.packed(rollout, PROMPT + RESPONSE - 1)
-    assert replace(layout.packed(rollout, PROMPT + RESPONSE), routes=None).routes is None
+def test_a_buffer_holds_the_tokens_that_there_are():
+    """And not the widths that the rows are padded to."""
+    rollout = rollout_of(10, longest=20)
+    wider = replace(rollout, responses=jnp.pad(rollout.responses, ((0, 0), (0, 99))))
+    size = int((rollout.prompt_lengths + rollout.lengths).sum())
+    found, expected = (layout.packed(x, size) for x in (wider, rollout))
+    assert found.packing.longest == min(size, PROMPT + 119)
+    for name in ("tokens", "positions", "rows", "target"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    used = int(expected.used)
+    np.testing.assert_array_equal(found.targets[:used], expected.targets[:used])

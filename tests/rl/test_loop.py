@@ -419,17 +419,18 @@ def test_only_a_run_that_steers_its_penalty_keeps_the_coefficient():
 
 
 def test_metrics_of_a_step_are_means_but_for_extremes_and_the_noise_scale():
-    first = {"loss": 1.0, "a_max": 3.0, "a_min": 1.0, "skipped": 0.0}
-    second = {"loss": 2.0, "a_max": 2.0, "a_min": -1.0, "skipped": 1.0}
+    first = {"loss": 1.0, "a_max": 3.0, "a_min": 1.0, "skipped": 0.0, "tokens": 4.0}
+    second = {"loss": 2.0, "a_max": 2.0, "a_min": -1.0, "skipped": 1.0, "tokens": 6.0}
     assert loop.joined([first, second]) == {
         "loss": 1.5,
         "a_max": 3.0,
         "a_min": -1.0,
         "skipped": 0.5,
+        "tokens": 5.0,
     }
     noise = [
-        {"gradient_noise": 4.0, "gradient_signal": 3.0, "noise_scale": 4 / 3},
-        {"gradient_noise": 2.0, "gradient_signal": -1.0, "noise_scale": float("inf")},
+        {"gradient_noise": 4.0, "gradient_signal": 3.0, "noise_scale": 4 / 3, "tokens": 1.0},
+        {"gradient_noise": 2.0, "gradient_signal": -1.0, "noise_scale": np.inf, "tokens": 1.0},
     ]
     assert loop.joined(noise)["noise_scale"] == 3.0
     assert loop.joined(noise[1:])["noise_scale"] == float("inf")
@@ -759,3 +760,11 @@ def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run_with_their_ba
     assert done == [1, 2]  # after the four of step 2 it goes on: the limit is five
     assert np.isnan(caught.value.batch["advantages"]).all()
     assert caught.value.batch["rollout.responses"].shape == (2 * tiny.GROUP, 8)
+
+
+def test_an_update_with_nothing_to_learn_from_is_left_out_of_means():
+    """Its means and extremes are 0, as of no number; it would look like a collapse."""
+    silent = {"tokens": 0.0, "entropy": 0.0, "correction/coefficient_min": 0.0}
+    taught = {"tokens": 6.0, "entropy": 1.5, "correction/coefficient_min": 0.5}
+    assert loop.joined([silent, taught, silent]) == {**taught, "tokens": 2.0}
+    assert loop.joined([silent, silent]) == silent

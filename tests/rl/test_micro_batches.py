@@ -160,7 +160,7 @@ def test_what_cannot_be():
     with pytest.raises(InputError, match="noise_scale = True: needs micro-batches of equally many"):
         Learning(objectives.rloo(), tiny.GROUP, micro_batch_tokens=99, noise_scale=True)
     with pytest.raises(
-        InputError, match="micro_batch_tokens = 99: must be a multiple of 4 from 80"
+        InputError, match="micro_batch_tokens = 99: must be a multiple of 4, at least 80"
     ):
         rules.check_micro_batch_tokens(99, longest=20, placement=Placement(data=4))
     with pytest.raises(InputError, match=r"learner\.micro_batch_tokens = 30: .* up to 96 tokens"):

@@ -7,11 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from tim_jax.api import foreign
 from tim_jax.api.model import Model, check_model, load
-from tim_jax.api.rollouts import Rollout
+from tim_jax.api.rollouts import Rollout, as_rows
 from tim_jax.common import pages, waiting
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.instruments.diagnosis import records, verdict
@@ -106,7 +104,7 @@ class Diagnose:
         check_choice("diagnose: log_probs", log_probs, ("processed", "raw"))
         default = Distribution(temperature, top_k, top_p, raw=log_probs == "raw")
         Sampling(1, temperature, top_k, top_p)  # checks the three
-        given = _rows(rollouts) if isinstance(rollouts, Rollout) else rollouts
+        given = as_rows(rollouts, "diagnose") if isinstance(rollouts, Rollout) else rollouts
         collected = foreign.read(
             "diagnose", model, given, form=format, default=default, skip_bad=skip_bad
         )
@@ -146,21 +144,3 @@ def _candidate(model: Model, name: str, other: Model) -> Candidate:
     params = other.merged_params
     weights = replace(model, params=params, adapter=None).weights  # computed with as the model's
     return Candidate(name, weights, adapter_rank(model.merged_params, params))
-
-
-def _rows(rollout: Rollout) -> Iterable[dict[str, Any]]:
-    arrays, sampling = rollout.arrays, rollout.sampling
-    if sampling.temperature == 0:
-        raise InputError("diagnose: the rollout is greedy: its log-probs are 0 by definition")
-    prompts, lengths = np.asarray(arrays.prompts), np.asarray(arrays.prompt_lengths)
-    for i, length in enumerate(rollout.lengths):
-        yield {
-            "prompt_token_ids": prompts[i, : lengths[i]].tolist(),
-            "response_token_ids": rollout.tokens[i, :length].tolist(),
-            "logprobs": rollout.log_probs[i, :length].tolist(),
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "logprobs_mode": "processed_logprobs",
-            "finish_reason": "stop" if rollout.finished[i] else "length",
-        }

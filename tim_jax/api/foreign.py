@@ -166,7 +166,10 @@ def arrays(model: Model, responses: Sequence[Response]) -> Rollout:
         replace(r, ended=r.ended or ("token" if r.tokens[-1] in model.stop_tokens else "cut"))
         for r in responses
     ]
-    return evidence.side_by_side(said, prompts, size)
+    rollout = evidence.side_by_side(said, prompts, size)
+    # What a mask leaves out, such as a tool's reply, is context: no length counts it.
+    drawn = None if rollout.hidden is None else ~rollout.hidden
+    return replace(rollout, hidden=None, drawn=drawn)
 
 
 def samples(model: Model, responses: Sequence[Response], rewards: np.ndarray) -> list[Sample]:

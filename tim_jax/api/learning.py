@@ -15,6 +15,7 @@ from tim_jax import placement
 from tim_jax.api import foreign
 from tim_jax.api.foreign import Response
 from tim_jax.api.model import Model, check_model
+from tim_jax.api.rollouts import Rollout, as_rows
 from tim_jax.api.steps import Started, Step, start
 from tim_jax.api.training import IN_TRAINING, check_longest, named, settle
 from tim_jax.common import waiting
@@ -59,9 +60,10 @@ def learn(
 
     Args:
       before: a model to start from, or the step to go on from, of this function or of `grpo`.
-      rows: as `diagnose` reads them: a file, or rows with token ids, log-probs, and perhaps a mask,
-        `supports` and `routes`. Samples of a prompt stand one after the other. All must be drawn
-        from one distribution; what rows do not say of it is as `training` has it.
+      rows: as `diagnose` reads them: what `sample` returns, a file, or rows with token ids,
+        log-probs, and perhaps a mask, `supports` and `routes`. Samples of a prompt stand one after
+        the other. All must be drawn from one distribution; what rows do not say of it is as
+        `training` has it.
       rewards: f32[B], finite, one for each row.
       samples: responses per prompt. None: that of the step before; at the first step as many as the
         rows have of each prompt in a row, which must be equally many.
@@ -79,6 +81,7 @@ def learn(
       InputError: rows or rewards that cannot be learnt from, settings that do not go together, or
         an objective that counts from a `max_length` that it lacks.
       NonFiniteError: after five updates in a row that were not finite.
+      MismatchError: `training` has `exact=True`, and a log-prob is not the engine's to the bit.
     """
     began = time.perf_counter()
     given = {"optimizer": optimizer, "objective": objective, "correction": correction}
@@ -89,6 +92,7 @@ def learn(
     else:
         check_model("learn", before)
         model, known = before, training or before.training()
+    rows = as_rows(rows, "learn") if isinstance(rows, Rollout) else rows
     responses = foreign.learnable(model, rows, format, known)
     foreign.check_groups(responses, samples := _samples_of(responses, samples, before))
     numbers = _rewards("rewards", rewards, len(responses), "rows")
@@ -169,6 +173,11 @@ def _check_sampler(run: Training) -> None:
             "learn: training has settings of a sampler, but the rows are drawn elsewhere; leave"
             " sampler, max_staleness, own_devices and refills as they are"
         )
+    if run.turns is not None or run.learning.credit != "episode":
+        raise InputError(
+            f"learn: training has turns = {run.turns} and credit = {run.learning.credit!r}, but"
+            " rows have no turns; leave both as they are, and give a reward for each row"
+        )
 
 
 def _check_length(objective: Any) -> None:
@@ -211,7 +220,8 @@ def _step(
 ) -> Step:
     started, built = before.started, before.started.programs
     run, rollout = built.training, foreign.arrays(started.model, responses)
-    check_longest(run, max(len(r.prompt) + len(r) for r in responses))
+    with named("learn"):
+        check_longest(run, max(len(r.prompt) + len(r) for r in responses))
     if run.learning.needs_greedy and greedy is None:
         raise InputError(
             f"learn: the estimator {run.learning.objective.estimator!r} needs greedy_rewards, the"
@@ -233,10 +243,13 @@ def _step(
             reference=started.reference,
             base=started.base,
         )
+    exactness = jax.device_get(exactness)
+    if run.exact:
+        loop.check_exact(exactness, before.number + 1)
     state = replace(state, step=state.step + jnp.int32(1))
     state = placement.to_host(state) if run.offload else state
     metrics |= drawing.drawn_metrics(drawn, built)
-    metrics |= loop.exact_metrics(jax.device_get(exactness))
+    metrics |= loop.exact_metrics(exactness)
     seconds = time.perf_counter() - began
     timing = {"seconds": seconds, "tokens_per_second": metrics["response_tokens"] / seconds}
     return Step(before.number + 1, metrics, timing, samples, state, weights, started)

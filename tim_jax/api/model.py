@@ -94,6 +94,7 @@ class Model:
 
         `model.training(micro_batch=4, epochs=2, slots=64)`; see `Training.varied`. `mismatch` may
         be a list of entries, such as `[tim_jax.mismatch.kv_cache(dtype="float8_e4m3fn")]`.
+        `stop_tokens` are besides the model's own.
 
         Raises:
           InputError: there is no such field, or a value is refused.
@@ -101,7 +102,9 @@ class Model:
         execution = self.execution(Sampling(self.most_tokens))
         if "mismatch" in changes:
             changes["mismatch"] = _dial(changes["mismatch"])
-        return Training(execution).varied(**changes)
+        run = Training(execution).varied(**changes)
+        stops = {*self.stop_tokens, *run.execution.sampling.stop_tokens}
+        return run.varied(stop_tokens=tuple(sorted(stops)))
 
     def __repr__(self) -> str:
         size = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(self.params))

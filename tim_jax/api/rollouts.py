@@ -1,6 +1,6 @@
 """Responses drawn from a model, and their log-probs computed again by the learner."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
@@ -296,3 +296,26 @@ def _sampler(execution: Execution, samples: int, slots: int | None) -> Any:
 
 
 _scorer = lru_cache(maxsize=32)(programs.scoring_program)
+
+
+def as_rows(rollout: Rollout, who: str) -> Iterator[dict[str, Any]]:
+    """The responses as rows of another engine, with their token ids and log-probs.
+
+    Raises:
+      InputError: the responses are greedy; the line names `who` asked.
+    """
+    arrays, sampling = rollout.arrays, rollout.sampling
+    if sampling.temperature == 0:
+        raise InputError(f"{who}: the rollout is greedy: its log-probs are 0 by definition")
+    prompts, lengths = np.asarray(arrays.prompts), np.asarray(arrays.prompt_lengths)
+    for i, length in enumerate(rollout.lengths):
+        yield {
+            "prompt_token_ids": prompts[i, : lengths[i]].tolist(),
+            "response_token_ids": rollout.tokens[i, :length].tolist(),
+            "logprobs": rollout.log_probs[i, :length].tolist(),
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "logprobs_mode": "processed_logprobs",
+            "finish_reason": "stop" if rollout.finished[i] else "length",
+        }

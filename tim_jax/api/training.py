@@ -236,13 +236,14 @@ def _run(who: str, model: Model, training: Training | None, given: dict[str, Any
             f" {lora}; take model.training(...)"
         )
     correction = corrections.chain(given.get("correction", run.learning.correction))
-    run = run.varied(**{name: value for name, value in given.items() if name != "correction"})
+    objective = given.get("objective", run.learning.objective)
     weighs = any(block.effect == "weight" for block in correction.blocks)
-    twice = "correction" in given and weighs and run.learning.objective.has_ratio
+    twice = "correction" in given and weighs and objective.has_ratio
     mode: Mode = "recompute" if twice else run.learning.mode
+    # All at once: each change is checked, and new values may not go with old ones.
+    run = run.varied(**{**given, "correction": correction, "objective": objective, "mode": mode})
     longest = run.execution.sampling.max_tokens
-    objective = run.learning.objective.with_length(longest)
-    run = run.varied(correction=correction, mode=mode, objective=objective)
+    run = run.varied(objective=objective.with_length(longest))
     processes.check_all_used(run.execution.placement)
     if run.execution.sampling.temperature == 0:
         raise InputError(

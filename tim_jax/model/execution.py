@@ -63,6 +63,12 @@ class Sampling:
             )
         if self.top_k < 0:
             raise InputError(f"Sampling: top_k must be >= 0 (0 is off), got {self.top_k}")
+        stops = self.stop_tokens
+        if not isinstance(stops, tuple) or not all(isinstance(stop, Integral) for stop in stops):
+            raise InputError(
+                "Sampling: stop_tokens must be a tuple of token ids, such as (7,), got"
+                f" {shown(stops)}"
+            )
         if not 0 < self.top_p <= 1:
             raise InputError(f"Sampling: top_p must be in (0, 1] (1 is off), got {self.top_p}")
 

@@ -11,7 +11,6 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
 from tim_jax.model.packing import Packing
 
@@ -89,14 +88,10 @@ def padded(rollout: Rollout) -> Padded:
 def packed(rollout: Rollout, size: int) -> Packed:
     """The sequences in a buffer of `size` tokens, N, which must hold them all.
 
-    A row with no response token is left out.
+    A row with no response token is left out. Lengths are not known here: who chooses the rows
+    checks that they fit.
     """
     (count, longest), prompts = rollout.responses.shape, rollout.prompt_lengths
-    if size < rollout.prompts.shape[1] + longest:
-        raise InputError(
-            f"micro_batch_tokens = {size} on a device: must hold the longest sequence,"
-            f" {rollout.prompts.shape[1]} + {longest} tokens"
-        )
     wholes = jnp.where(rollout.lengths > 0, prompts + rollout.lengths, 0)
     order = jnp.argsort(-wholes, stable=True)
     rank = jnp.argsort(order)
@@ -133,7 +128,7 @@ def packed(rollout: Rollout, size: int) -> Packed:
         targets=rollout.responses[order[owner], index],
         routes=None if rollout.routes is None else rollout.routes[row, position][None],
         supports=None if rollout.supports is None else rollout.supports[order[owner], index],
-        packing=Packing(starts, wholes, rollout.prompts.shape[1] + longest),
+        packing=Packing(starts, wholes, min(size, rollout.prompts.shape[1] + longest)),
         used=used,
         rows=rows,
         target=target,

@@ -16,7 +16,7 @@ from tim_jax.common import waiting
 from tim_jax.common.errors import MismatchError, NonFiniteError
 from tim_jax.common.types import Rollout
 from tim_jax.model import adapters
-from tim_jax.rl import drawing
+from tim_jax.rl import drawing, micro_batches, rules
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.micro_batches import cut_rollout
 from tim_jax.rl.programs import Programs
@@ -186,9 +186,14 @@ def learn(
     stale weights, which is updated. `base` as in `train`.
 
     Raises:
+      RuleError: `micro_batch_tokens` do not hold the longest sequence.
       NonFiniteError: `programs.training.learning.max_skipped` updates in a row were not finite.
     """
     training = programs.training
+    if (tokens := training.learning.micro_batch_tokens) is not None:
+        longest = int(micro_batches.whole_lengths(rollout).max())
+        where = training.execution.placement
+        rules.check_micro_batch_tokens(tokens, longest=longest, placement=where)
     rollout = trimmed(rollout, training.length_buckets)
     greedy = None if greedy_rewards is None else jnp.asarray(greedy_rewards)
     of_turns = ()
@@ -253,10 +258,15 @@ def _compared(
 
 
 def joined(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """A step's metrics from those of its updates: means, and for extremes the outermost value."""
+    """A step's metrics from those of its updates: means, and for extremes the outermost value.
+
+    An update without a token to learn from, whose means are 0, counts in `tokens` alone, unless
+    there is no other.
+    """
+    learning = [report for report in reports if report["tokens"] > 0] or reports
 
     def over(name: str) -> float:
-        values = [report[name] for report in reports]
+        values = [report[name] for report in (reports if name == "tokens" else learning)]
         which = {"_max": np.max, "_min": np.min}.get(name[-4:], np.mean)
         return float(which(values))
 

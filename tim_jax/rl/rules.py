@@ -189,11 +189,12 @@ def check_micro_batch_tokens(tokens: int, *, longest: int, placement: Placement)
     least = longest * placement.shards
     if tokens < least or tokens % placement.shards:
         devices = f" on each of {placement.shards} devices" if placement.shards > 1 else ""
+        multiple = f"a multiple of {placement.shards}, " if placement.shards > 1 else ""
         raise RuleError(
             "micro_batch_tokens",
             tokens,
-            f"must be a multiple of {placement.shards} from {least} on: it holds a sequence of up"
-            f" to {longest} tokens{devices}",
+            f"must be {multiple}at least {least}: it holds a sequence of up to {longest}"
+            f" tokens{devices}",
         )
 
 
