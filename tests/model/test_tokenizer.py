@@ -297,6 +297,17 @@ def test_a_message_that_a_template_passes_over_is_refused():
     assert encode_prompt(tokenizer, messages[::2]) == encode("13")
 
 
+def test_a_message_that_a_template_writes_as_json_is_kept():
+    tokenizer = character_tokenizer('12"\\n')
+    tokenizer.chat_template = (
+        "{% for m in messages %}"
+        "{{ m.content if m.role == 'user' else m.content | tojson }}{% endfor %}"
+    )
+    messages = (Message("user", "1"), Message("tool", '"2"\n'), Message("user", "1"))
+    ids = encode_prompt(tokenizer, messages)
+    assert tokenizer.decode(ids) == r'1"\"2\"\n"1'
+
+
 def test_template_refusals():
     message = "prompt: the chat template refused it: no system: '1'"
     with pytest.raises(InputError, match=message):

@@ -1,5 +1,6 @@
 """What follows a turn: seams of BPE, ends of turns, and templates that rewrite what was said."""
 
+import json
 from functools import partial
 
 import numpy as np
@@ -309,6 +310,23 @@ def test_a_role_that_a_template_leaves_out():
     )
     with pytest.raises(InputError, match="leaves out the message of the role 'tool': '12'"):
         made.tokens(completion("5"), [{"role": "tool", "content": "12"}])
+
+
+@pytest.mark.parametrize("filter", ["tojson", "tojson(ensure_ascii=true)"])
+@pytest.mark.parametrize("content", ['{"degrees": 21}', "one\ntwo\n", "C:\\x", "21 °C", ' "12" '])
+def test_a_template_may_write_a_result_as_json(filter, content):
+    """As those of Llama 3.1 do."""
+    template = CHATML.replace(
+        "m.content", f"(m.content if m.role != 'tool' else m.content|{filter})"
+    )
+    reply = [{"role": "tool", "content": content}]
+    written = json.dumps(content, ensure_ascii="true" in filter)
+    expected = f"\n<|im_start|>tool\n{written}<|im_end|>\n<|im_start|>assistant\n"
+    tokens = bridge(template, roles=("tool",)).tokens(completion("5<|im_end|>"), reply)
+    assert tokens.tolist() == encode(expected)
+    rows, _ = talked(template, ["5<|im_end|>"], [reply], roles=("tool",))
+    assert len(rows) == 1
+    assert rows[0][-len(tokens) :] == tokens.tolist()
 
 
 class Says:

@@ -48,7 +48,7 @@ from tim_jax.tasks.episodes import (
     Turn,
     failed,
 )
-from tim_jax.tasks.text import encode_text, render_chat
+from tim_jax.tasks.text import encode_text, has_content, render_chat
 
 KEPT = 4096  # replies whose bridges are kept
 ASKED, SAID, AGAIN = "What is the first question?", "This is said.", "That is said again."
@@ -298,7 +298,7 @@ def _said(content: str) -> Message:
 def _check_told(messages: Sequence[Message], text: str) -> None:
     """Refuses messages that a template passes over."""
     for message in messages:
-        if message["content"].strip() not in text:
+        if not has_content(text, message["content"]):
             raise InputError(
                 f"{WHERE}: the chat template leaves out the message of the role"
                 f" {message['role']!r}: {shown(message['content'])}"

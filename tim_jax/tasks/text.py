@@ -4,6 +4,7 @@
 saved, loaded and used like any other.
 """
 
+import json
 import random
 import re
 import sys
@@ -247,11 +248,19 @@ def render_chat(
 def _check_kept(messages: Sequence[Message], text: str, where: str) -> None:
     """Refuses messages that a template passes over: some know the user's and assistant's alone."""
     for message in messages:
-        if message.role not in ("user", "assistant") and message.content.strip() not in text:
+        if message.role not in ("user", "assistant") and not has_content(text, message.content):
             raise InputError(
                 f"{where}: the chat template leaves out the message of the role {message.role!r}:"
                 f" {_quoted(message.content)}"
             )
+
+
+def has_content(text: str, content: str) -> bool:
+    """Whether a template's text has a message's content in it, as it is or as JSON writes it."""
+    plain = content.strip()
+    # Jinja's filter `tojson`, as `transformers` has it. Llama's templates write a tool's result so.
+    written = (json.dumps(plain, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))
+    return plain in text or any(form in text for form in written)
 
 
 @contextmanager
