@@ -52,6 +52,7 @@ DAPO = [
     [
         (GSM8K, "What is 0 + 1000?", "1,000"),
         (MATH, "Halve $0$.", "\\frac{0}{2}"),
+        ([{"problem": "p", "solution": "So $\\boxed 2$."}] * 2, "p", "2"),
         (DAPO, (Message("user", "Solve 0."),), "0"),
         ([{"problem": "p", "solution": "long", "answer": "7"}] * 2, "p", "7"),
         ([{"prompt": "p", "answer": 7}] * 2, "p", "7"),
@@ -83,6 +84,14 @@ def test_layouts(tmp_path, rows, prompt, answer):
         ("\\boxed{1} then \\boxed{\\frac{1}{\\sqrt{2}}}.", "\\frac{1}{\\sqrt{2}}"),
         ("$\\boxed{\\{1, 2\\}}$", "\\{1, 2\\}"),
         ("\\boxed{broken", "\\boxed{broken"),
+        ("First $\\boxed{3}$, so $n=\\boxed 5$. Then $x$.", "5"),
+        ("So \\(\\boxed \\frac12\\).", "\\frac12"),
+        ("In all $\\boxed12$ ways.", "12"),
+        ("$\\boxed {3}$", "3"),
+        ("$\\fbox{7}$", "7"),
+        ("$\\boxed{7}$ for \\fbox{A}", "7"),
+        ("\\boxedup{7}", "\\boxedup{7}"),
+        ("#### The answer is $\\boxed 9$", "9"),
     ],
 )
 def test_truth_in(text, answer):

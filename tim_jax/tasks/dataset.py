@@ -347,6 +347,8 @@ def _names(row: Row) -> str:
 Prompt = str | tuple[Message, ...]
 
 _MARKER = re.compile(r"(?<!#)####(?!#)")  # GSM8K's, but also a heading of Markdown
+_BOX = re.compile(r"\\(boxed|fbox)(?![A-Za-z])\s*")
+_FORMULA_END = re.compile(r"\$|\\[)\]]|\n")
 _NUMBER = re.compile(r"[-+$€£]?\s*\d[\d,. /]*\s*\S*")  # perhaps with a unit
 _BESIDE = ("tools", "image", "images", "video", "videos", "audio", "audios")  # columns
 
@@ -446,7 +448,8 @@ def truth_of(value: object, where: str, *, solution: bool) -> str:
 def truth_in(text: str) -> str:
     """Returns the final answer in a reference solution, or all of a text that is only an answer.
 
-    That is what follows `####` in the last line (GSM8K), else the content of the last `\\boxed{}`.
+    That is what follows `####` in the last line (GSM8K), else the content of the last `\\boxed{}`,
+    or of the last `\\fbox{}` if there is none. Without braces that is the rest of the formula.
     A line that begins with `####` may be a heading of Markdown: one with lines after it is, and one
     without a number where there is a box.
     """
@@ -459,16 +462,19 @@ def _marked(text: str) -> str | None:
     boxed = _last_boxed(text)
     markers = list(_MARKER.finditer(text))
     last = text[markers[-1].end() :].strip() if markers else None
-    if last is None or "\n" in last or "\\boxed{" in last:
+    if last is None or "\n" in last or _BOX.search(last):
         return boxed
     return last if boxed is None or _NUMBER.fullmatch(last) else boxed
 
 
 def _last_boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    boxes = sorted(_BOX.finditer(text), key=lambda box: box[1] == "boxed")
+    if not boxes:
         return None
-    begin, depth = start + len("\\boxed{"), 1
+    start = boxes[-1].end()
+    if not text.startswith("{", start):
+        return _FORMULA_END.split(text[start:], maxsplit=1)[0].strip() or None
+    begin, depth = start + 1, 1
     for i in range(begin, len(text)):
         escaped = text[i - 1] == "\\"
         depth += 0 if escaped else (text[i] == "{") - (text[i] == "}")
