@@ -183,6 +183,23 @@ def test_evaluation_file_and_limit(tmp_path):
     assert [e.prompt for e in task.evaluation] != [row["question"] for row in GSM8K[100:110]]
 
 
+def test_held_out_rows_are_distinct(tmp_path):
+    """As verl's files have them: each problem many times, so that a sample of rows has few."""
+    train = write_lines(tmp_path / "a.jsonl", GSM8K[:100] * 2)
+    test = write_lines(tmp_path / "b.jsonl", GSM8K[100:130] * 32)
+    task = load(train, eval_path=test)
+    assert [e.prompt for e in task.evaluation] == [row["question"] for row in GSM8K[100:130]]
+    assert task.evaluation[1].where == f"{test}, line 2"
+    assert task.notes == ("930 of 960 held-out rows left out: not new",)
+    assert len(task.train) == 200  # how often a row is trained on is a choice of the file
+    assert len({e.prompt for e in load(train, eval_path=test, eval_limit=20).evaluation}) == 20
+    shared = load(train, eval_share=0.5, eval_limit=20)
+    assert len({e.prompt for e in shared.evaluation}) == len(shared.evaluation) == 20
+    states = [{"prompt": "Guess my number.", "answer": str(i)} for i in range(4)]
+    games = write_lines(tmp_path / "c.jsonl", states)
+    assert len(load(train, eval_path=games).evaluation) == 4
+
+
 def test_columns_by_name(tmp_path):
     rows = [{"q": {"text": f"ask {i}"}, "a": i, "answer": "no", "prompt": "no"} for i in range(3)]
     path = write_lines(tmp_path / "a.jsonl", rows)

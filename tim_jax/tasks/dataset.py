@@ -221,7 +221,8 @@ def dataset_task(source: DatasetSource, grade: Grader) -> Task:
     """Returns the dataset as a task; no prompt is both in training and held out.
 
     With a share held out, equal prompts fall on the same side. With held-out rows of their own,
-    training rows with one of their prompts are left out, and `notes` says how many.
+    training rows with one of their prompts are left out. Of held-out rows with the same prompt and
+    answer one is kept, so that each counts once. `notes` says how many rows are left out.
 
     Raises:
       InputError: as `read_rows`; for a missing column (naming those present), a value that is no
@@ -250,10 +251,13 @@ def dataset_task(source: DatasetSource, grade: Grader) -> Task:
             f"dataset {source.path!r}: eval_share={source.eval_share} of {len(rows)} rows holds"
             " none out; raise it, or set it to 0 for no evaluation"
         )
+    distinct = _distinct(evaluation)
+    if repeated := len(evaluation) - len(distinct):
+        notes = (*notes, f"{repeated} of {len(evaluation)} held-out rows left out: not new")
     if source.eval_limit is not None:
-        evaluation.sort(key=lambda e: _hash(e, source.seed))
-        del evaluation[source.eval_limit :]
-    return Task(source.path, tuple(train), tuple(evaluation), grade, notes)
+        distinct.sort(key=lambda e: _hash(e, source.seed))
+        del distinct[source.eval_limit :]
+    return Task(source.path, tuple(train), tuple(distinct), grade, notes)
 
 
 def _examples(rows: Sequence[Row], source: DatasetSource) -> list[Example]:
@@ -312,6 +316,14 @@ def _overlap(train: Sequence[Example], evaluation: Sequence[Example]) -> tuple[s
     held_out = {example.prompt for example in evaluation}
     count = sum(example.prompt in held_out for example in train)
     return (f"{count} training rows left out: their prompts are held out",) if count else ()
+
+
+def _distinct(examples: Sequence[Example]) -> list[Example]:
+    """The first example of each prompt and answer, in their order."""
+    first: dict[tuple[Prompt, str], Example] = {}
+    for example in examples:
+        first.setdefault((example.prompt, example.answer), example)
+    return list(first.values())
 
 
 def _has(values: Mapping[str, Any], column: str) -> bool:
