@@ -156,6 +156,66 @@ def test_folder_layouts(tmp_path):
         load(tmp_path)
 
 
+def test_a_folder_of_several_subsets(tmp_path, monkeypatch):
+    """As a clone of openai/gsm8k: the same problems with two kinds of solutions."""
+    for folder in ("main", "socratic"):
+        (tmp_path / folder).mkdir()
+        for split, rows in (("train", GSM8K[:9]), ("test", GSM8K[9:12])):
+            write_lines(tmp_path / folder / f"{split}-00000-of-00001.jsonl", rows)
+    for path, subset in (
+        (tmp_path, "main"),
+        (tmp_path / "main", "main"),
+        (tmp_path / "main", None),
+    ):
+        task = load(path, subset=subset, eval_split="test")
+        assert (len(task.train), len(task.evaluation)) == (9, 3)
+        assert str(tmp_path / "main") in task.train[0].where
+    monkeypatch.chdir(tmp_path / "main")
+    assert len(load(".", subset="main", eval_split="test").train) == 9
+    with pytest.raises(InputError) as caught:
+        load(tmp_path)
+    assert str(caught.value) == (
+        f"dataset {str(tmp_path)!r}: files for split 'train' in several folders: main, socratic;"
+        " name one folder as task.subset, or one file"
+    )
+    with pytest.raises(InputError) as caught:
+        load(tmp_path, subset="default")
+    assert str(caught.value) == (
+        f"dataset {str(tmp_path)!r}: task.subset = 'default', but no folder of that name has data"
+        " files; folders that have some: main, socratic"
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (["train", "train_socratic"], ["train"]),
+        (["train", "train_1000"], ["train"]),
+        (["train-0-of-2", "train-1-of-2", "train_hard-0-of-1"], ["train-0-of-2", "train-1-of-2"]),
+        (["train-0-of-2-a0b1", "train-1-of-2-ffc0"], ["train-0-of-2-a0b1", "train-1-of-2-ffc0"]),
+        (["train_0", "train_1"], ["train_0", "train_1"]),
+        (["train.part0", "train.part1"], ["train.part0", "train.part1"]),
+        (["train-v1.1"], ["train-v1.1"]),
+    ],
+)
+def test_the_files_of_a_split(tmp_path, names, read):
+    for name in names:
+        write_lines(tmp_path / f"{name}.jsonl", GSM8K[:1])
+    rows = read_rows(str(tmp_path))
+    assert [row.where for row in rows] == [f"{tmp_path / name}.jsonl, line 1" for name in read]
+
+
+def test_names_that_could_all_be_the_split_are_refused(tmp_path):
+    for name in ("train_sft-0-of-1", "train_gen-0-of-1"):
+        write_lines(tmp_path / f"{name}.jsonl", GSM8K[:1])
+    names = (
+        r"several sets for split 'train': train_gen-0-of-1\.jsonl, train_sft-0-of-1\.jsonl; name"
+    )
+    with pytest.raises(InputError, match=names):
+        load(tmp_path)
+    assert len(read_rows(str(tmp_path), split="train_sft")) == 1
+
+
 def test_share_is_deterministic_disjoint_and_by_prompt(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", GSM8K + GSM8K[::-1])  # every prompt twice
     task = load(path, eval_share=0.3)

@@ -27,6 +27,7 @@ from tim_jax.tasks.base import Example, Grader, Message, Task, first_line, share
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `datasets`' save_to_disk
+PART = re.compile(r"[-_.]?\d+(-of-\d+(-[0-9a-f]+)?)?$")  # what numbers a file of a split in parts
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -43,14 +44,16 @@ def read_rows(source: str, *, split: str = "train", subset: str | None = None) -
 
     Args:
       source: a `.jsonl`, `.json` (one array, or lines) or `.parquet` file, which is all of it one
-        split; a folder with such files, those of a split named by it (`train.jsonl`,
+        split; a folder with such files, a split's named by it (`train.jsonl`, or in parts
         `data/train-00000-of-00002.parquet`); a folder saved by `datasets`; or a hub name.
       split: ignored for a file.
-      subset: configuration of a hub dataset (`main` of openai/gsm8k).
+      subset: configuration of a hub dataset (`main` of openai/gsm8k), or the name of a folder in
+        the folder or of itself; ignored for a file and for what `datasets` saved.
 
     Raises:
-      InputError: if there is no such file, folder, split or hub dataset, if a package is missing
-        that it needs, for a row that cannot be read (file and line), and if there are no rows.
+      InputError: if there is no such file, folder, split, subset or hub dataset, or several that
+        fit, if a package is missing that it needs, for a row that cannot be read (file and line),
+        and if there are no rows.
     """
     with waiting.during(f"reading the dataset {source}"):
         rows = list(_rows(source, split, subset))
@@ -66,7 +69,7 @@ def _rows(source: str, split: str, subset: str | None) -> Iterable[Row]:
     if path.is_file():
         return _file(path)
     if path.is_dir():
-        return _folder(path, split)
+        return _folder(path, split, subset)
     if path.suffix in SUFFIXES or HUB_NAME.fullmatch(source) is None:
         raise InputError(f"dataset {source!r}: no such file or folder")
     return _hub(source, split, subset)
@@ -114,10 +117,12 @@ def _parquet(path: Path) -> Iterator[Row]:
     return (_row(value, f"{path}, row {number}") for number, value in enumerate(values, 1))
 
 
-def _folder(path: Path, split: str) -> Iterable[Row]:
+def _folder(path: Path, split: str, subset: str | None) -> Iterable[Row]:
     if any((path / name).is_file() for name in SAVED):
         return _saved(path, split)
     files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    if subset is not None:
+        files = _of_subset(path, files, subset)
     named = re.compile(rf"{re.escape(split)}([-_.].*)?")
     chosen = [file for file in files if named.fullmatch(file.stem)]
     if not chosen:
@@ -128,7 +133,42 @@ def _folder(path: Path, split: str) -> Iterable[Row]:
             f"dataset {str(path)!r}: files of several types for split {split!r}:"
             f" {', '.join(file.name for file in chosen[:10])}; name one file"
         )
-    return (row for file in chosen for row in _file(file))
+    return (row for file in _of_split(path, chosen, split) for row in _file(file))
+
+
+def _of_subset(path: Path, files: Sequence[Path], subset: str) -> list[Path]:
+    """The files below a folder of this name."""
+    own = path.resolve().name
+    chosen = [file for file in files if subset in (own, *file.relative_to(path).parent.parts)]
+    if not chosen:
+        raise InputError(
+            f"dataset {str(path)!r}: task.subset = {subset!r}, but no folder of that name has data"
+            f" files; folders that have some: {_folders(path, files) or 'none'}"
+        )
+    return chosen
+
+
+def _of_split(path: Path, files: Sequence[Path], split: str) -> Sequence[Path]:
+    """Of files whose names begin with a split's: the one that is named so, else its parts."""
+    where = f"dataset {str(path)!r}"
+    if len({file.parent for file in files}) > 1:
+        raise InputError(
+            f"{where}: files for split {split!r} in several folders: {_folders(path, files)};"
+            " name one folder as task.subset, or one file"
+        )
+    whole = [file for file in files if file.stem == split]
+    parts = [file for file in files if PART.sub("", file.stem) == split]
+    if whole or parts:
+        return whole or parts
+    if len({PART.sub("", file.stem) for file in files}) > 1:
+        names = ", ".join(file.name for file in files[:10])
+        raise InputError(f"{where}: several sets for split {split!r}: {names}; name one file")
+    return files
+
+
+def _folders(path: Path, files: Sequence[Path]) -> str:
+    folders = dict.fromkeys(str(file.parent.relative_to(path)) for file in files)
+    return ", ".join([*folders][:10])
 
 
 def _saved(path: Path, split: str) -> Iterator[Row]:
@@ -184,7 +224,7 @@ class DatasetSource:
 
     Attributes:
       path: file, folder or hub name, as for `read_rows`.
-      split, subset: of a folder or a hub dataset.
+      split, subset: of a folder or a hub dataset, as for `read_rows`.
       prompt_column, answer_column: override the detection; `a.b` is column b inside column a.
       template: text with `{prompt}` in it, put around a text prompt or the last user message.
       system: system prompt; makes a text prompt a chat, and replaces a chat's own.
