@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 
+from tim_jax.app.config import toml
 from tim_jax.app.run import folders, sources
 from tim_jax.app.run.checkpoints import Checkpoints, list_steps, restore
 from tim_jax.app.run.loggers import read_lines
@@ -288,6 +289,19 @@ def test_another_config_is_refused_by_key(tmp_path):
     assert folders.read_config(tmp_path) == CONFIG
     folders.open_run(tmp_path, other, may_change=("steps", "optimizer")).close()
     assert folders.read_config(tmp_path) == other
+
+
+def test_a_run_that_its_reward_ended_goes_on_with_a_higher_limit(tmp_path):
+    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    before = ["task.kind=builtin", "task.reward=rewards:mine", f"run.folder={tmp_path}"]
+    (tmp_path / "config.toml").write_text(toml.dump(toml.load(None, before)))
+    config = toml.load(None, [*before, "task.reward_time_limit=1800.0"])
+    with folders.open_run(
+        tmp_path, toml.dump(config), may_change=folders.changeable(config)
+    ) as run:
+        assert folders.describe_changes(config, run.changed) == (
+            " with other settings: task.reward_time_limit was 600.0, now 1800.0"
+        )
 
 
 def test_config_differences_tell_types_and_absence():

@@ -330,7 +330,9 @@ class RunConfig(Section):
         """
         batching = "sampler.slots", "sampler.halvings", "sampler.pages"
         memory = "learner.remat", "learner.offload"  # not micro_batch, which orders the sums
-        free = ("exact", "eval", "run", "placement", *batching, *memory, "numerics.family")
+        # A reward's limit ends the run and changes no grade; an environment's ends an episode.
+        calls = "task.reward_time_limit", "task.environment_workers"
+        free = ("exact", "eval", "run", "placement", *batching, *memory, *calls, "numerics.family")
         bound = self.optimizer.schedule != "constant" and self.optimizer.total_steps is None
         return free if bound else ("steps", *free)
 
