@@ -426,6 +426,8 @@ class Evaluation(Section):
     every: Whole = 20
     """Steps between evaluations, one before the first and one after the last included; 0 is off."""
     prompts: Count = 64
+    """The first held-out ones, in their order. Of a sorted file that is one end: there
+    `task.eval_limit` chooses them by a hash, in whose order they then are."""
     samples: Count = 1
     """Per prompt; their mean reward is mean@samples."""
     k: Counts = (1,)
