@@ -363,6 +363,10 @@ def test_an_adapter_comes_back_as_it_was_written(tmp_path):
         ({"r": 4}, r"has shape \[3, 24\], expected \[4, 24\]"),
         ({"r": "three"}, "rank must be"),
         ({"lora_alpha": None}, "adapter_config.json"),
+        *(
+            ({"init_lora_weights": begun}, f"init_lora_weights = '{begun}'.*weight_conversion")
+            for begun in ("pissa", "pissa_niter_16", "OLoRA", "corda", "loftq", "lora_ga")
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path, change, said):
@@ -371,6 +375,14 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, change, said):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(InputError, match=said):
         adapters.load(folder, tiny.CONFIG)
+
+
+@pytest.mark.parametrize("begun", [None, True, False, "gaussian", "orthogonal", "eva", "MiCA"])
+def test_beginnings_that_leave_the_base_as_it_is_are_read(tmp_path, begun):
+    adapter, folder = written(tmp_path)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"init_lora_weights": begun}))
+    assert tiny.bits(adapters.load(folder, tiny.CONFIG).arrays) == tiny.bits(adapter.arrays)
 
 
 def test_adapters_of_other_models_and_damaged_ones_are_refused(tmp_path):

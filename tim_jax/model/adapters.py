@@ -376,12 +376,11 @@ def check(adapters: Any, config: ModelConfig, lora: Lora) -> None:
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _BEFORE, _PARTS = "base_model.model.", {"a": "lora_A", "b": "lora_B"}
-# Settings that change nothing here: what was trained on, how it began, and dropout.
+# Settings that change nothing here: what was trained on, and dropout.
 _WITHOUT_EFFECT = {
     "auto_mapping",
     "base_model_name_or_path",
     "inference_mode",
-    "init_lora_weights",
     "lora_dropout",
     "peft_version",
     "qalora_group_size",  # of use_qalora alone
@@ -390,7 +389,9 @@ _WITHOUT_EFFECT = {
     "runtime_config",
     "task_type",
 }
-_READ = {"peft_type", "r", "lora_alpha", "target_modules", "bias"}
+_READ = {"peft_type", "r", "lora_alpha", "target_modules", "bias", "init_lora_weights"}
+# Values of init_lora_weights with which PEFT leaves the base as it is.
+_BASE_KEPT = ("none", "true", "false", "gaussian", "orthogonal", "eva", "mica")
 
 
 def load_config(folder: str | os.PathLike[str]) -> Lora:
@@ -489,6 +490,13 @@ def _check_supported(values: Mapping[str, Any], path: Path) -> None:
         )
     if values.get("bias", "none") != "none":
         raise InputError(f'{path}: bias = {shown(values["bias"])} is not supported, only "none"')
+    begun = values.get("init_lora_weights")
+    if str(begun).lower() not in _BASE_KEPT:
+        raise InputError(
+            f"{path}: init_lora_weights = {shown(begun)} is not supported, because PEFT may change"
+            " the base's weights for it; save the adapter with PEFT's"
+            " path_initial_model_for_weight_conversion"
+        )
     for name, value in values.items():
         if value and name not in _WITHOUT_EFFECT | _READ:
             raise InputError(f"{path}: {name} = {shown(value)} is not supported")
