@@ -231,6 +231,12 @@ def test_a_mixture_of_experts_reads_as_its_card_says():
         dataclasses.replace(from_hf(QWEN3), num_experts=4)
 
 
+def test_qkv_bias_is_a_key_of_families_that_have_such_biases():
+    """Qwen3-Coder is published with it, and `transformers` does not look at it."""
+    for values in (QWEN3, QWEN3_MOE, LLAMA, MISTRAL):
+        assert from_hf(values | {"qkv_bias": False}) == from_hf(values)
+
+
 def test_absent_values_mean_what_transformers_takes_them_to_mean():
     optional = ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta", "rope_scaling")
     optional += ("tie_word_embeddings", "eos_token_id", "bos_token_id", "attention_bias")

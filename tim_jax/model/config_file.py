@@ -44,8 +44,8 @@ _ONLY = {
     "partial_rotary_factor": (1.0,),
     "attention_dropout": (0.0,),
     "is_encoder_decoder": (False,),
-    "qkv_bias": (True,),
 }
+_ONLY_WITH_QKV_BIAS = {"qkv_bias": (True,)}  # a key that other families do not read
 _NEVER = ("quantization_config", "per_layer_config", "attention_chunk_size")
 # What absent keys mean.
 _SPECIAL_TOKENS = {
@@ -180,7 +180,8 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
         raise InputError(
             f"architectures {architectures!r} is not supported, only {[ARCHITECTURES[family]]!r}"
         )
-    for key, accepted in _ONLY.items():
+    only = _ONLY | (_ONLY_WITH_QKV_BIAS if family in _QKV_BIAS else {})
+    for key, accepted in only.items():
         value = values.get(key)
         if value is not None and value not in accepted:
             raise InputError(f"{key} {value!r} is not supported, only {accepted[0]!r}")
