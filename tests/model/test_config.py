@@ -374,6 +374,7 @@ def test_yarn_context_defaults():
         ({**QWEN3, "architectures": ["Qwen3Model"]}, ["Qwen3Model", "Qwen3ForCausalLM"]),
         ({**QWEN3, "hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
         ({**QWEN3, "attention_dropout": 0.1}, ["attention_dropout", "0.1"]),
+        ({**QWEN3, "is_causal": False}, ["is_causal False", "only True"]),
         ({**QWEN3, "quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({**QWEN3, "auto_map": {"AutoModelForCausalLM": "modeling.X"}}, ["auto_map"]),
         ({**QWEN3, "per_layer_config": {"0": {"head_dim": 2}}}, ["per_layer_config"]),

@@ -44,6 +44,7 @@ _ONLY = {
     "partial_rotary_factor": (1.0,),
     "attention_dropout": (0.0,),
     "is_encoder_decoder": (False,),
+    "is_causal": (True,),
 }
 _ONLY_WITH_QKV_BIAS = {"qkv_bias": (True,)}  # a key that other families do not read
 _NEVER = ("quantization_config", "per_layer_config", "attention_chunk_size")
