@@ -76,7 +76,7 @@ _OTHERS = (
     "routed_scaling_factor",
     "first_k_dense_replace",
 )
-# Of DeepSeek's mixtures, what is computed here.
+# Of DeepSeek's mixtures, what is computed here. Written too, because vLLM and SGLang look for it.
 _DEEPSEEK_ONLY = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -280,7 +280,7 @@ def _mixture_values(config: ModelConfig) -> dict[str, Any]:
         return {keys["first_dense_layers"][0]: config.num_layers}
     fields = {key: getattr(config, field) for field, (key, _) in keys.items()}
     if config.model_type in SIGMOID_FAMILIES:
-        return fields | {"num_nextn_predict_layers": 0}
+        return fields | _DEEPSEEK_ONLY | {"num_nextn_predict_layers": 0}
     return fields | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
