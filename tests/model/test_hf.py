@@ -352,10 +352,12 @@ def test_hub_names_are_downloaded_or_refused(tiny, monkeypatch):
 
 
 def test_missing_weights(tiny):
+    """A folder from the hub is told of pickled weights too, though it has no trace of them."""
     (tiny / "model.safetensors").unlink()
-    _refused(tiny, "neither model.safetensors nor model.safetensors.index.json")
+    neither = "neither model.safetensors nor model.safetensors.index.json"
+    _refused(tiny, neither, "pickled weights are not read, nor downloaded")
     (tiny / "pytorch_model.bin").write_bytes(b"")
-    _refused(tiny, "pickled weights are not read")
+    _refused(tiny, neither, "pickled weights are not read")
 
 
 @pytest.mark.parametrize("size", [0, 4, 100, -1, -1000])

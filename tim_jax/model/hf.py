@@ -251,9 +251,9 @@ def _stored_tensors(folder: Path) -> dict[str, Stored]:
     if single.is_file():
         return header(single)
     if not index.is_file():
-        pickled = "; pickled weights are not read" if any(folder.glob("*.bin")) else ""
         raise InputError(
-            f"model folder {str(folder)!r} has neither {_SINGLE} nor {_INDEX}{pickled}"
+            f"model folder {str(folder)!r} has neither {_SINGLE} nor {_INDEX}; pickled weights are"
+            " not read, nor downloaded from the hub"
         )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
