@@ -424,6 +424,10 @@ def test_yarn_context_defaults():
         (_scaled(rope_type="linear", factor=2.0, partial_rotary_factor=0.5), ["partial_rotary"]),
         (_scaled(rope_type="linear"), ["factor"]),
         (_scaled(rope_type="yarn", factor=2.0, beta_quick=3), ["beta_quick"]),
+        (
+            _scaled(rope_type="yarn", factor=4.0, attn_factor=0.878),
+            ["'attn_factor', which transformers ignores: remove it", "attention_factor"],
+        ),
         (_scaled(rope_type="yarn", original_max_position_embeddings="8k"), ["8k"]),
         (_scaled(rope_type="llama3", factor=2.0, low_freq_factor=1.0), ["high_freq_factor"]),
         (_scaled(full_attention={"rope_type": "default"}), ["full_attention"]),

@@ -33,6 +33,12 @@ _OPTIONS = {
     ),
 }
 
+# vLLM multiplies it by a factor of its own, so the same number as attention_factor would be wrong.
+_HINTS = {
+    ("yarn", "attn_factor"): ", which transformers ignores: remove it, or give attention_factor,"
+    " all that cos and sin are multiplied by"
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -230,7 +236,8 @@ def read(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
     original = given.pop("original_max_position_embeddings", max_positions)
     unknown = sorted(set(given) - set(_OPTIONS[kind]))
     if unknown:
-        raise InputError(f"rope type {kind!r} does not take {unknown[0]!r}")
+        hint = _HINTS.get((kind, unknown[0]), "")
+        raise InputError(f"rope type {kind!r} does not take {unknown[0]!r}{hint}")
     if kind in ("llama3", "yarn"):
         # a value beside the rope's own wins in transformers
         original = values.get("original_max_position_embeddings") or original
