@@ -472,6 +472,9 @@ def test_broken_indexes(tmp_path):
 def test_missing_broken_and_oversized_tokenizers(tiny):
     with pytest.raises(InputError, match="has no tokenizer"):
         load_tokenizer(tiny, vocab_size=TINY.vocab_size)
+    (tiny / "tiktoken.model").write_text("AA== 0\n")  # as Moonlight is published
+    with pytest.raises(InputError, match=r"no tokenizer .*tiktoken.model needs .*own code, which"):
+        load_tokenizer(tiny, vocab_size=TINY.vocab_size)
     (tiny / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="no usable tokenizer") as caught:
         load_tokenizer(tiny, vocab_size=TINY.vocab_size)

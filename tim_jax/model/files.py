@@ -141,6 +141,7 @@ def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 _WHOLE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _VOCABULARIES = (_WHOLE, "tokenizer.model", "vocab.json")
+_TIKTOKEN = "tiktoken.model"  # how it splits words and which tokens are special is not in it
 _FILES = (
     *_VOCABULARIES,
     _SETTINGS,
@@ -174,8 +175,13 @@ def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
     """
     # without them some classes quietly make a tokenizer that knows no word
     if not any((folder / name).is_file() for name in _VOCABULARIES):
+        hint = ""
+        if (folder / _TIKTOKEN).is_file():
+            hint = (
+                f"; {_TIKTOKEN} needs the repository's own code, which is not run: make a {_WHOLE}"
+            )
         raise InputError(
-            f"model folder {str(folder)!r} has no tokenizer ({', '.join(_VOCABULARIES)})"
+            f"model folder {str(folder)!r} has no tokenizer ({', '.join(_VOCABULARIES)}){hint}"
         )
     try:
         tokenizer = _made(folder)
