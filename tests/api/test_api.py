@@ -598,7 +598,11 @@ def in_time(prompts, completions, answers):
         (PAIRS, {"lora": 8}, "lora must be a tim_jax.Lora, got 8"),
         (PAIRS, {"turns": 0}, "turns must be a tim_jax.Turns, got 0"),
         (PAIRS, {"sampler": []}, "sampler must be a tim_jax.rl.training.Sampler"),
-        (PAIRS, {"beta": 0.1}, "no field 'beta'; write objective=tim_jax.objectives.grpo(kl_coef"),
+        (
+            PAIRS,
+            {"beta": 0.1},
+            "no field 'beta'; write objective=tim_jax.objectives.Objective(kl_coef",
+        ),
         (PAIRS, {"num_generations": 2}, "no field 'num_generations'; did you mean 'samples'?"),
         (PAIRS, {"mini_batch": 2}, "Training has no field 'mini_batch'; did you mean"),
         (PAIRS, {"training": {"mini_batches": 2}}, "training must be a value such as"),

@@ -10,9 +10,12 @@ import pytest
 import tiny
 from several import finished, started
 
+from tim_jax.app.config import toml
+from tim_jax.app.jobs import checks
 from tim_jax.app.run import checkpoints
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
+from tim_jax.instruments.plan import budget
 from tim_jax.placement import processes
 from tim_jax.tasks.base import Example, Grade, SharedGrader
 
@@ -322,11 +325,44 @@ def same_files(one, other):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
+# Put before REWARDS: process 1 has other rows, or other weights.
+OTHER_ROWS = """
+import sys
+from tim_jax.app.run import checkpoints
+
+if sys.argv[-1] == "1":
+    checkpoints.rows_mark = lambda train: {"rows": len(train), "rows_crc32": 0}
+"""
+OTHER_WEIGHTS = """
+import sys
+import jax
+from tim_jax.rl import programs
+
+
+def other(params, target, put=programs._put):
+    return put(jax.tree.map(lambda x: x + 1, params), target)
+
+
+if sys.argv[-1] == "1":
+    programs._put = other
+"""
+
+
 @pytest.mark.slow
-def test_processes_that_differ_are_refused(work):
+@pytest.mark.parametrize(
+    ("changes", "before", "what"),
+    [
+        (["seed={index}"], "", "its config"),
+        ([], OTHER_ROWS, "its dataset, its prompts or its base weights"),
+        ([], OTHER_WEIGHTS, "its weights"),
+    ],
+)
+def test_processes_that_differ_are_refused(work, changes, before, what):
+    (work / "shared_rewards.py").write_text(before + REWARDS.format(pause=0))
     running = started(
         lambda index, address: [
-            *("-m", "tim_jax", "train", "run.toml", "run.folder=differ", *CHANGES, f"seed={index}"),
+            *("-m", "tim_jax", "train", "run.toml", "run.folder=differ", *CHANGES),
+            *(change.format(index=index) for change in changes),
             *("--coordinator", address, "--processes", "2", "--process", str(index)),
         ],
         count=2,
@@ -334,6 +370,20 @@ def test_processes_that_differ_are_refused(work):
         folder=work,
     )
     for status, _, err in finished(running):
-        assert status == 2
-        assert "process 1 differs from process 0 in its config" in err
+        assert status == 2, err
+        assert f"process 1 differs from process 0 in {what}" in err
         assert "Traceback" not in err
+
+
+def test_one_process_tells_all_whether_the_memory_suffices(monkeypatch):
+    """A process cannot ask another one's devices how much they have."""
+    config, asked = toml.load(None, []), []
+    monkeypatch.setattr(budget, "_shared_capacity", lambda used: asked.append(used))
+    monkeypatch.setattr(processes, "led", lambda action: None)  # as on any process but 0
+    checks.check_memory(config)
+    checks.check_evaluation(config)
+    assert not asked
+    monkeypatch.setattr(processes, "led", lambda action: action())
+    checks.check_memory(config)
+    checks.check_evaluation(config)
+    assert len(asked) == 2

@@ -26,7 +26,10 @@ from tim_jax.rl.training import FIELDS, Training
 from tim_jax.tasks.base import Task
 
 IN_TRAINING = {
-    **{one.name: f"objective=tim_jax.objectives.grpo({one.name}=...)" for one in fields(Objective)},
+    **{
+        one.name: f"objective=tim_jax.objectives.Objective({one.name}=...)"
+        for one in fields(Objective)
+    },
     **{name: f"training=model.training({name}=...)" for name in FIELDS},
     "sampler": "training=model.training(mismatch=[...])",
     "max_episode_tokens": "training=model.training(turns=tim_jax.Turns(...), max_tokens=...)",

@@ -106,7 +106,7 @@ _ELSEWHERE = {
             *("per_device_train_batch_size", "train_micro_batch_size"),
             *("ppo_micro_batch_size_per_gpu", "micro_batch_size"),
         ),
-        "mini_batches": ("steps_per_generation", "ppo_mini_batch_size"),
+        "mini_batches": ("ppo_mini_batch_size",),
         "remat": ("gradient_checkpointing", "enable_gradient_checkpointing"),
         "reward": ("reward_funcs", "reward_fns", "reward_fn", "reward_function"),
         "clip_low": ("epsilon", "clip_ratio", "clip_ratio_low", "cliprange"),

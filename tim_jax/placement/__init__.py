@@ -165,14 +165,24 @@ def shardings(tree: Any, on: Mesh) -> Any:
 
 
 def put(tree: Any, target: Any) -> Any:
-    """A tree of arrays with these shardings; no device ever holds more than its part."""
+    """A tree of arrays with these shardings; no device ever holds more than its part.
+
+    With several processes each fills its own devices, from its own copy, which must be the same.
+    """
 
     def leaf(x: Any, sharding: NamedSharding) -> jax.Array:
-        # Each process fills its own devices, from its own copy on the host.
-        elsewhere = not sharding.is_fully_addressable and getattr(x, "is_fully_addressable", False)
-        return jax.device_put(np.asarray(x) if elsewhere else x, sharding)
+        if sharding.is_fully_addressable or not of_process(x):
+            return jax.device_put(x, sharding)
+        # JAX's own way from one process's array has every device hold a copy of each process's.
+        own = np.asarray(x)
+        return jax.make_array_from_callback(own.shape, sharding, lambda index: own[index])
 
     return jax.tree.map(leaf, tree, target)
+
+
+def of_process(x: Any) -> bool:
+    """Whether this process has all of an array, such as one that is about to be spread."""
+    return isinstance(x, np.ndarray) or getattr(x, "is_fully_addressable", False)
 
 
 def missing(axes: Axes) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from tim_jax.model import adapters, parameters
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit, lean
 from tim_jax.model.weights import param_axes, weight_axes
 from tim_jax.numerics import Numerics
-from tim_jax.placement import Devices
+from tim_jax.placement import Devices, processes
 from tim_jax.rl import episodes, learner, sharded
 from tim_jax.rl.experience import experience
 from tim_jax.rl.training import Training
@@ -110,11 +110,22 @@ def build(training: Training, devices: Devices | None = None, *, foreign: bool =
         update=jit(update, lean(numerics), donate_argnums=(0, 1), out_shardings=updated),
         mismatch_report=jit(mismatch_report, numerics, out_shardings=whole),
         init=where.spreading(jit(starting, numerics, out_shardings=state), where.trained),
-        place=partial(placement.put, target=placement.shardings(of_base, where.mesh)),
+        place=partial(_put, target=placement.shardings(of_base, where.mesh)),
         merged=None if execution.lora is None else merged_program(execution, there),
         compare=jit(compare, numerics, out_shardings=whole) if differs else None,
         training=training,
     )
+
+
+def _put(params: Any, target: Any) -> Any:
+    """`placement.put` of parameters, of which all processes must have the same.
+
+    Raises:
+      InputError: they do not.
+    """
+    if jax.process_count() > 1 and all(map(placement.of_process, jax.tree.leaves(params))):
+        processes.agree(str(adapters.fingerprint(params)), "its weights")
+    return placement.put(params, target)
 
 
 def _of_sampler(where: "_Where", training: Training, devices: Devices) -> dict[str, Any]:
@@ -352,7 +363,7 @@ class _Where:
 
     def spreading(self, program: Callable, target: Any) -> Callable:
         """A program that first puts its params in place: no device ever holds all of them."""
-        return lambda params: program(placement.put(params, target))
+        return lambda params: program(_put(params, target))
 
     def arriving(self, program: Callable, drawing: Execution, devices: Devices | None) -> Callable:
         """A sampler's program, with its rollouts moved to this execution's devices."""

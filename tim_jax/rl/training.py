@@ -177,11 +177,12 @@ class Training:
     @property
     def least_prompts(self) -> int:
         """What the number of prompts must be a multiple of, for these placements."""
-        drawing = self.drawing.placement.shards
-        shards = max(self.execution.placement.shards, drawing)
-        rows = self.mini_batches * max(self.learning.micro_batch or 1, shards)
-        prompts = rows // gcd(rows, self.learning.samples)
-        return lcm(prompts, drawing) if self.learning.needs_greedy else prompts
+        learning, drawing = self.learning, self.drawing.placement
+        rows = self.mini_batches * (learning.micro_batch or self.execution.placement.shards)
+        prompts = rows // gcd(rows, learning.samples)
+        greedy = learning.needs_greedy
+        drawn = drawing.shards if greedy else drawing.prompts_multiple(learning.samples)
+        return lcm(prompts, drawn)
 
     def sampler_devices(self, devices: Devices) -> Devices:
         """What the sampler's mesh is made of, where there are `devices`.
@@ -288,7 +289,7 @@ class Training:
             if name not in _PLACES:
                 hint, meant = did_you_mean(name, _PLACES), ours(name)
                 if meant in _OF_OBJECTIVE - _PLACES.keys():
-                    hint = f"; write objective=tim_jax.objectives.grpo({meant}=...)"
+                    hint = f"; write objective=tim_jax.objectives.Objective({meant}=...)"
                 raise InputError(f"Training has no field {name!r}{hint}")
         changed: Any = self
         for path in sorted({_PLACES[name][0] for name in changes}, key=len):  # the outermost first

@@ -558,6 +558,12 @@ def test_a_step_is_given_what_its_estimator_needs():
         made = jax.eval_shape(program.function, *program.arguments).experience
         assert made.advantages.shape[0] == what.sequences
         assert what.training.least_prompts == (4 if estimator == "remax" else 1)
+    several = on(Placement(data=4)).varied(
+        prompts_per_step=24, micro_batch=12, sampler_placement=Placement(data=8), own_devices=True
+    )
+    least = several.training.least_prompts
+    assert least == 6  # 3 prompts fill the learner's micro-batches; 8 shards share 2 of 4 samples
+    several.varied(prompts_per_step=least).training.check()
     steered = objectives.rloo(reward_kl_coefficient=0.1, reward_kl_target=1.0)
     what = RECIPE.varied(objective=steered)
     program = workload.scoring(what, EIGHT.devices)

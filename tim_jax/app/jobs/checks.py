@@ -39,15 +39,24 @@ def check_memory(config: RunConfig) -> None:
 
     Such as one that the model has too few positions for, or the devices too little memory.
     """
-    if (step := _step(config)) is not None:
-        budget.check(step, tuple(jax.devices()))
+
+    def check() -> None:
+        if (step := _step(config)) is not None:
+            budget.check(step, tuple(jax.devices()))
+
+    # A process knows the memory of its own devices alone, and all must refuse together.
+    processes.led(check)
 
 
 def check_evaluation(config: RunConfig) -> None:
     """The same for the evaluation alone."""
-    if (step := _step(config)) is not None:
-        helps = "a smaller sampler.slots, or placement.fsdp with more devices, needs less"
-        budget.check_sampling(step, tuple(jax.devices()), helps)
+
+    def check() -> None:
+        if (step := _step(config)) is not None:
+            helps = "a smaller sampler.slots, or placement.fsdp with more devices, needs less"
+            budget.check_sampling(step, tuple(jax.devices()), helps)
+
+    processes.led(check)
 
 
 def _step(config: RunConfig) -> Workload | None:

@@ -4,6 +4,7 @@ If there are several processes, each runs this with the same config; see `proces
 """
 
 import itertools
+import json
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -114,6 +115,7 @@ def begun(job: Job, run: Run) -> tuple[Job, Start]:
             **checkpoints.rows_mark(train),
             **checkpoints.prompts_mark(job.text, train),
         }
+        processes.agree(json.dumps(mark), "its dataset, its prompts or its base weights")
         contents, step, notes = _restored(job, run, mark)
         base = None if base is None else job.programs.place(base)
         notes = [*job.task.notes, *notes, *_described(job)]
@@ -202,14 +204,12 @@ def follow(job: Job, run: Run, before: Start) -> None:
             _record(job, step, run, writer, display)
             teaching.add(step, display)
             asked = processes.any_of(preemption.asked)
-            if step.number == config.steps and config.run.export:
-                # Before the last checkpoint: a run that has it would not come here when resumed.
-                _export(job, state, base, display)
             if asked or _due(step.number, config.run.checkpoint_every, config.steps):
                 before.save(run, step.number, state, reference, step.history)
             _end_if(asked, step.number, config.steps)
         teaching.sum_up(display)
-        # Not at hand if this run had come to its end before, with `run.export` off or fewer steps.
+        # After the last checkpoint, so that a failure loses no step. A run that is resumed here and
+        # has exported has nothing left to do.
         exported = processes.led(partial(sources.final_step, run.folder))
         if config.run.export and exported != int(state.step):
             _export(job, state, base, display)
