@@ -184,6 +184,9 @@ def test_completions_of_one_prompt_follow_it():
         (TRL | {"completion_ids": []}, "completion_ids has 0 sequences, but prompt_ids has 2"),
         (TRL | {"logprobs": [LOG_PROBS]}, "logprobs has 1 sequences, but prompt_ids has 2"),
         (TRL | {"env_mask": [[1, 1]]}, "env_mask has 1 sequences, but prompt_ids has 2"),
+        (TRL | {"tool_mask": [[1, 1, 1]] * 2}, "tool_mask has 3 places for 2 tokens"),
+        (TRL | {"prompt_mask": [[1, 1]] * 2}, "prompt_mask has 2 places for 3 tokens"),
+        (TRL | {"weights_version": [1]}, "weights_version has 1 sequences, but prompt_ids has 2"),
         (VERL | {"responses": VERL["responses"][:1]}, "responses has 1 sequences, but prompts has"),
         (TUNIX | {"tokens": TUNIX["tokens"] * 2}, "tokens has 2 sequences, but left_padded_prompt"),
         (VERL | {"response_mask": [[1, 1]] * 2}, "response_mask has 2 places; it must have the"),
@@ -203,6 +206,50 @@ def test_a_loss_mask_may_be_of_the_prompt_too(before):
         first, second = read(rows)
         assert mask_of(first) == [False, True]
         assert mask_of(second) == [True, False, True]
+
+
+PADDED = {  # a batch of TRL's trainer: prompts are padded on the left, completions on the right
+    "prompt_ids": [[0, *PROMPT], [4, *PROMPT]],
+    "prompt_mask": [[0, 1, 1, 1], [1, 1, 1, 1]],
+    "completion_ids": [[*TOKENS, 0, 0], [8, 3, 9, 2]],
+    "completion_mask": [[1, 1, 0, 0], [1, 1, 1, 1]],
+    "tool_mask": [[1, 1, 1, 1], [1, 0, 1, 1]],
+    "sampling_per_token_logps": [[*LOG_PROBS, 0.0, 0.0], [-0.5, 0.0, -1.25, -2.0]],
+}
+
+
+def test_masks_of_trl_leave_out_pads_and_what_tools_said():
+    first, second = read([PADDED])
+    assert [first.prompt, second.prompt] == [tuple(PROMPT), (4, *PROMPT)]
+    assert mask_of(first) == [True, True, False, False]
+    assert mask_of(second) == [True, False, True, True]
+    of_env = {"env_mask" if name == "tool_mask" else name: x for name, x in PADDED.items()}
+    assert mask_of(read([of_env])[1]) == [True, False, True, True]
+    single = read([{name: x[1] for name, x in PADDED.items()}])
+    assert mask_of(single[0]) == [True, False, True, True]
+    served = PADDED | {"prompt_ids": [[0, 4, *PROMPT]], "prompt_mask": [[0, 1, 1, 1, 1]]}
+    assert [one.prompt for one in read([served])] == [(4, *PROMPT)] * 2  # one for both
+
+
+@pytest.mark.parametrize("name", ["completion_logprobs", "logps", "sampling_per_token_logps"])
+@pytest.mark.parametrize("form", ["auto", "plain"])
+def test_completion_ids_go_with_every_name_of_their_log_probs(name, form):
+    check(*read([{"prompt_ids": PROMPT, "completion_ids": TOKENS, name: LOG_PROBS}], form=form))
+    check(*read([{"prompt_token_ids": PROMPT, "completion_ids": TOKENS, name: LOG_PROBS}]))
+
+
+@pytest.mark.parametrize("line", [VERL, TRL, TUNIX | {"pad_id": 0}], ids=["verl", "trl", "tunix"])
+def test_what_a_batch_says_of_its_rows_is_kept(line):
+    count = len(line["logprobs"] if "logprobs" in line else line["prompts"])
+    supports = [[[8, 3], [9], [1, 0]][: 2 + row] for row in range(count)]
+    of_rows = {"weights_version": [7] * count, "episode_id": list("ab")[:count]}
+    found = read([line | of_rows | {"finish_reason": "length", "supports": supports}])
+    assert [one.version for one in found] == ["7"] * count
+    assert [one.episode for one in found] == list("ab")[:count]
+    assert {one.ended for one in found} == {"cut"}
+    assert [one.supports is not None and one.supports[0].tolist() for one in found] == (
+        [[8, 3]] * count
+    )
 
 
 def arrays(line, of):

@@ -5,7 +5,8 @@ vllm    responses of an OpenAI-style server (`/v1/completions`, `/v1/chat/comple
         `logprobs`, and `return_token_ids` or `return_tokens_as_token_ids`; or `RequestOutput`s
 sglang  responses of SGLang's `/generate` with `return_logprob`; its OpenAI-style ones are as vLLM's
 verl    rows or batches of a `DataProto`: prompts, responses, attention_mask, rollout_log_probs
-trl     prompt_ids, completion_ids, logprobs: of `trl vllm-serve`, or of a `rollout_func`
+trl     prompt_ids, completion_ids, logprobs: of `trl vllm-serve`, of a `rollout_func`, or of a
+        batch of the trainer, with its masks
 tunix   a `RolloutOutput`: tokens, left_padded_prompt_tokens, logprobs
 
 A line may also be `{"request": ..., "response": ...}`; the request then says how it was sampled,
@@ -34,7 +35,8 @@ _TOKEN_ID = re.compile(r"token_id:(\d+)")
 NAMES = {
     "prompt_token_ids": ("prompt_ids", "prompt_tokens", "query_ids", "query_token_ids"),
     "response_token_ids": (
-        *("response_ids", "response_tokens", "completion_token_ids", "completion_tokens"),
+        *("response_ids", "response_tokens", "completion_ids", "completion_token_ids"),
+        *("completion_tokens",),
         *("output_ids", "output_token_ids", "output_tokens", "generated_ids"),
         *("generated_token_ids", "token_ids"),
     ),
@@ -42,6 +44,7 @@ NAMES = {
         *("log_probs", "logps", "token_logprobs", "response_logprobs", "response_log_probs"),
         *("output_logprobs", "output_log_probs", "completion_logprobs", "rollout_logprobs"),
         *("rollout_log_probs", "generation_logprobs", "sampling_logprobs"),
+        *("sampling_per_token_logps",),
     ),
     "mask": ("loss_mask", "response_mask", "completion_mask", "action_mask", "assistant_masks"),
     "finish_reason": ("finish_reasons", "stop_type"),
@@ -277,24 +280,23 @@ def verl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             )
         inside = attended[len(prompt) :]
         count = sum(1 for x in inside if x)
-        yield {
+        yield _carried(row, count) | {
             "prompt_token_ids": [t for t, a in zip(prompt, attended, strict=False) if a],
             "response_token_ids": response[:count],
             "logprobs": row["rollout_log_probs"][:count],
             "mask": _verl_mask(row, len(prompt), len(response), count),
-            "routes": _verl_routes(row, attended),
+            "routes": _attended_routes(row, attended),
         }
 
 
-def _verl_routes(row: Mapping[str, Any], attended: Sequence[int]) -> list[Any] | None:
+def _attended_routes(row: Mapping[str, Any], attended: Sequence[int]) -> Any:
     """The experts of the tokens that are attended to, of all of them or of all but the last."""
-    routes = row.get("routed_experts")
-    if routes is None:
-        return None
+    routes = row.get("routes")
+    if not isinstance(routes, list):
+        return routes
     if len(routes) not in (len(attended), len(attended) - 1):
         raise InputError(
-            f"routed_experts are of {len(routes)} places, but prompt and response have"
-            f" {len(attended)}"
+            f"routes are of {len(routes)} places, but prompt and response have {len(attended)}"
         )
     return [one for one, own in zip(routes, attended, strict=False) if own]
 
@@ -305,10 +307,11 @@ def _verl_mask(row: Mapping[str, Any], before: int, size: int, count: int) -> li
     A `response_mask` is of the response alone, the `loss_mask` of verl's multi-turn batches of the
     prompt as well.
     """
-    name = "loss_mask" if row.get("response_mask") is None else "response_mask"
-    mask = row.get(name)
-    if mask is None:
+    names = ("response_mask", "loss_mask", "mask")
+    name = next((x for x in names if row.get(x) is not None), None)
+    if name is None:
         return None
+    mask = row[name]
     if len(mask) not in (size, before + size):
         raise InputError(
             f"{name} has {len(mask)} places; it must have the response's {size}, or {before + size}"
@@ -317,10 +320,7 @@ def _verl_mask(row: Mapping[str, Any], before: int, size: int, count: int) -> li
     return mask[len(mask) - size :][:count]
 
 
-_VERL = (
-    *("responses", "attention_mask", "rollout_log_probs", "response_mask", "loss_mask"),
-    "routed_experts",
-)
+_VERL = ("responses", "attention_mask", "rollout_log_probs", "response_mask", "loss_mask", "mask")
 
 
 def trl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -329,27 +329,56 @@ def trl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     The server gives each prompt once, and then the n completions of the first prompt, those of the
     second, and so on.
     """
-    if values.get("logprobs") is None:
+    if values.get(_name_in(values, "logprobs")) is None:
         raise InputError("has no logprobs; TRL's completions table is text alone")
-    prompts, count = values["prompt_ids"], len(values["completion_ids"])
-    if isinstance(prompts[0], Sequence) and count and count % len(prompts) == 0:
-        each = count // len(prompts)
-        values = {**values, "prompt_ids": [ids for ids in prompts for _ in range(each)]}
-    names = ("completion_ids", "logprobs", "logprob_token_ids", "env_mask")
-    for row in _batch(values, "prompt_ids", names):
-        log_probs, ids = row["logprobs"], row["completion_ids"]
+    names = ("response_token_ids", "logprobs", "logprob_token_ids", "prompt_mask", *_TRL_MASKS)
+    for row in _batch(_with_each_prompt(values), "prompt_token_ids", names):
+        log_probs, ids = row["logprobs"], row["response_token_ids"]
         if log_probs and isinstance(log_probs[0], Sequence):  # the drawn token among the likeliest
             choices = row.get("logprob_token_ids") or [[token] for token in ids]
             log_probs = [
                 of_place[tokens.index(token)]
                 for of_place, tokens, token in zip(log_probs, choices, ids, strict=True)
             ]
-        yield {
-            "prompt_token_ids": row["prompt_ids"],
+        prompt = row["prompt_token_ids"]
+        attended = _checked_mask(row, "prompt_mask", len(prompt)) or [1] * len(prompt)
+        yield _carried(row) | {
+            "prompt_token_ids": [t for t, a in zip(prompt, attended, strict=True) if a],
             "response_token_ids": ids,
             "logprobs": log_probs,
-            "mask": row.get("env_mask"),
+            "mask": _trl_mask(row, len(ids)),
+            "routes": _attended_routes(row, [*attended, *[1] * len(ids)]),
         }
+
+
+# All of them are 1 at a token that the policy drew; `completion_mask` is 0 at pads.
+_TRL_MASKS = ("mask", "completion_mask", "env_mask", "tool_mask")
+
+
+def _with_each_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A batch with the prompt of each completion, where each prompt is given once."""
+    name = _name_in(values, "prompt_token_ids")
+    prompts, count = values[name], len(values[_name_in(values, "response_token_ids")])
+    if not isinstance(prompts[0], Sequence) or not count or count % len(prompts):
+        return values
+    masks = values.get("prompt_mask")
+    given = {name: prompts} | ({"prompt_mask": masks} if masks and len(masks) != count else {})
+    each = count // len(prompts)
+    return {**values} | {key: [x for x in own for _ in range(each)] for key, own in given.items()}
+
+
+def _trl_mask(row: Mapping[str, Any], count: int) -> list[Any] | None:
+    """The tokens that all masks of a row leave."""
+    masks = [_checked_mask(row, name, count) for name in _TRL_MASKS]
+    given = [mask for mask in masks if mask is not None]
+    return [min(own) for own in zip(*given, strict=True)] if given else None
+
+
+def _checked_mask(row: Mapping[str, Any], name: str, count: int) -> list[Any] | None:
+    mask = row.get(name)
+    if mask is not None and len(mask) != count:
+        raise InputError(f"{name} has {len(mask)} places for {count} tokens")
+    return mask
 
 
 def tunix(values: Mapping[str, Any], *, pad: int | None = None) -> Iterator[dict[str, Any]]:
@@ -359,36 +388,59 @@ def tunix(values: Mapping[str, Any], *, pad: int | None = None) -> Iterator[dict
     pad = values.get("pad_id", pad)
     if pad is None:
         raise InputError("prompts are padded on the left; add pad_id, the pad token")
-    for row in _batch(values, padded, ("tokens", "logprobs", "text")):
+    for row in _batch(values, padded, ("tokens", "logprobs", "text", "mask")):
         prompt = list(row[padded])
         while len(prompt) > 1 and prompt[0] == pad:
             prompt.pop(0)
         if row.get("logprobs") is None:
             raise InputError("has no logprobs; set return_logprobs in RolloutConfig")
         count = len(row["logprobs"])
-        yield {
+        yield _carried(row, count) | {
             "prompt_token_ids": prompt,
             "response_token_ids": list(row["tokens"])[:count],
             "logprobs": row["logprobs"],
             "text": row.get("text"),
+            "mask": row["mask"][:count] if row.get("mask") else None,
         }
 
 
 def _batch(values: Mapping[str, Any], first: str, rest: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a batch of lists; one row if there is no batch axis."""
-    names = [name for name in (first, *rest) if values.get(name) is not None]
-    head = values[first]
+    """The rows of a batch of lists; one row if there is no batch axis.
+
+    They have the keys `first`, `rest` and `_CARRIED` by these names, whatever the line calls them.
+    What is no list in a batch is of all its rows.
+    """
+    names = {key: _name_in(values, key) for key in (first, *rest, *_CARRIED)}
+    given = {key: values[name] for key, name in names.items() if values.get(name) is not None}
+    head = values[names[first]]
     if not isinstance(head[0], Sequence):
-        yield {name: values[name] for name in names}
+        yield given
         return
-    for name in names:
-        if len(values[name]) != len(head):
+    for key, several in given.items():
+        if isinstance(several, list) and len(several) != len(head):
             raise InputError(
-                f"{name} has {len(values[name])} sequences, but {first} has {len(head)}; there must"
-                " be as many"
+                f"{names[key]} has {len(several)} sequences, but {names[first]} has {len(head)};"
+                " there must be as many"
             )
     for number in range(len(head)):
-        yield {name: values[name][number] for name in names}
+        yield {key: x[number] if isinstance(x, list) else x for key, x in given.items()}
+
+
+# What any system may say of a row; the second group has a value for each response token.
+_OF_TOKENS = ("supports", "kept_log_mass", "top_logprobs")
+_CARRIED = (
+    *("finish_reason", "stop_reason", "weights_version", "routes", *_OF_EPISODES),
+    *_OF_TOKENS,
+)
+
+
+def _carried(row: Mapping[str, Any], count: int | None = None) -> dict[str, Any]:
+    """What a row says besides its tokens, of its first `count` tokens where it is of tokens."""
+    given = {key: row[key] for key in _CARRIED if row.get(key) is not None}
+    return {
+        key: x[:count] if key in _OF_TOKENS and isinstance(x, list) else x
+        for key, x in given.items()
+    }
 
 
 _READERS = {"plain": plain, "vllm": vllm, "sglang": sglang, "verl": verl, "trl": trl}
@@ -455,17 +507,25 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
       InputError: one list holds prompt and response, and nothing says where the response begins.
     """
     row = dict(values)
-    for name, others in NAMES.items():
-        kind: Any = object if name in _SCALARS else list
-        there = (x for x in others if values.get(x) is not None and isinstance(values[x], kind))
-        if row.get(name) is None and (given := next(there, None)) is not None:
-            row[name] = row.pop(given)
+    for key in NAMES:
+        if (name := _name_in(values, key)) != key:
+            row[key] = row.pop(name)
     whole = next((x for x in _WHOLE if isinstance(values.get(x), list)), None)
     if whole is None or row.get("response_token_ids") is not None:
         if row.get("prompt_token_ids") is None and whole == "input_ids":
             row["prompt_token_ids"] = values["input_ids"]
         return row
     return row | _split(row, values[whole], whole)
+
+
+def _name_in(values: Mapping[str, Any], key: str) -> str:
+    """The name that a line has for a key: the key itself, unless another of `NAMES` is there."""
+    if values.get(key) is not None:
+        return key
+    kind: Any = object if key in _SCALARS else list
+    others = NAMES.get(key, ())
+    there = (x for x in others if values.get(x) is not None and isinstance(values[x], kind))
+    return next(there, key)
 
 
 def _split(row: Mapping[str, Any], whole: list[Any], name: str) -> dict[str, Any]:
