@@ -67,6 +67,19 @@ def test_an_earlier_turn_may_show_it_later():
     assert "in the prompt of turn 2" in found.message
 
 
+def test_a_rewritten_turn_does_not_hide_a_later_one_that_was_tokenised_again():
+    first = Turned(encode(f"{START}1?{END}"), encode(f"x y{END}"))
+    dropped = encode(f"{START}1?{END}y{END}{START}no{END}")  # its thinking
+    again = encode(f"{TOKENIZER.decode([*dropped, *AB])}{START}no{END}")
+    turns = [first, Turned(dropped, AB), Turned(again, encode("c"))]
+    found = find_break(TOKENIZER, turns)
+    assert found is not None
+    assert (found.kind, found.turn, found.token, found.shown_by) == ("retokenised", 1, 0, 2)
+    found = find_break(TOKENIZER, turns[:2])
+    assert found is not None
+    assert found.kind == "rewritten"
+
+
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [

@@ -111,9 +111,20 @@ def _check_one_sample(name: str, rows: Sequence[Response]) -> None:
 def find_break(tokenizer: PreTrainedTokenizerFast, turns: Sequence[Turned]) -> Break | None:
     """Returns the first token that shows that an episode was not appended to; None if it was.
 
+    A turn that was tokenised again comes before others, which a template may rewrite on purpose.
+
     Args:
       turns: one sample a turn, in order.
     """
+    found = list(_breaks_of_prompts(tokenizer, turns))
+    retokenised = (one for one in found if one.kind == "retokenised")
+    return next(retokenised, next(iter(found), None))
+
+
+def _breaks_of_prompts(
+    tokenizer: PreTrainedTokenizerFast, turns: Sequence[Turned]
+) -> Iterator[Break]:
+    """The first break that each prompt shows."""
     starts = [len(turn.prompt) for turn in turns]
     for number in range(1, len(turns)):
         before = [*turns[number - 1].prompt, *turns[number - 1].response]
@@ -123,8 +134,7 @@ def find_break(tokenizer: PreTrainedTokenizerFast, turns: Sequence[Turned]) -> B
         own = max((i for i in range(number) if starts[i] <= place), default=None)
         token = place if own is None else place - starts[own]
         where = own, token, f"the prompt of turn {number}"
-        return _break(tokenizer, before, after, place, where)._replace(shown_by=number)
-    return None
+        yield _break(tokenizer, before, after, place, where)._replace(shown_by=number)
 
 
 def find_break_of_whole(
