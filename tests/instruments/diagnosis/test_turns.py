@@ -115,6 +115,10 @@ def test_whole_conversations_are_compared_where_their_mask_is_set():
     found = whole(responses[0], AB)  # the learner leaves the end token out
     assert found is not None
     assert found[:3] == ("missing", 1, 2)
+    found = whole(responses[0], [*responses[1], *encode("x")])  # the mask counts one more
+    assert found is not None
+    assert found[:5] == ("added", 1, 3, None, *encode("x"))
+    assert found.message.startswith("behind turn 1, the last, more tokens of the conversation")
 
 
 class Letters:

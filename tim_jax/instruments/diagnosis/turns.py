@@ -17,7 +17,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import shown
 from tim_jax.instruments.diagnosis.rollouts import Response
 
-Kind = Literal["retokenised", "rewritten", "missing"]
+Kind = Literal["retokenised", "rewritten", "missing", "added"]
 _AROUND = 8  # tokens of the text in a message
 
 
@@ -33,7 +33,7 @@ class Break(NamedTuple):
 
     Attributes:
       kind: `retokenised`: the same text in other tokens; `rewritten`: another text; `missing`: what
-        follows is shorter.
+        follows is shorter; `added`: it is longer than what was drawn in a whole conversation.
       turn: the number of the turn that did not stay, from 0; None if it is the first prompt.
       token: its place in the turn's response, or in the first prompt.
       drawn, scored: the ids there, as drawn and as they stand later; None where nothing stands.
@@ -44,7 +44,7 @@ class Break(NamedTuple):
     kind: Kind
     turn: int | None
     token: int
-    drawn: int
+    drawn: int | None
     scored: int | None
     message: str
     shown_by: int = 0
@@ -153,12 +153,25 @@ def find_break_of_whole(
     kept = [token for token, drawn in zip(tokens, mask, strict=True) if drawn]
     before = [token for response in responses for token in response]
     if (place := _first_difference(before, kept)) is None:
-        return None
+        longer = bool(responses) and len(kept) > len(before)
+        return _added(tokenizer, kept, responses) if longer else None
     number, token = 0, place
     while token >= len(responses[number]):
         token -= len(responses[number])
         number += 1
     return _break(tokenizer, before, kept, place, (number, token, "the conversation"))
+
+
+def _added(
+    tokenizer: PreTrainedTokenizerFast, kept: Sequence[int], responses: Sequence[Sequence[int]]
+) -> Break:
+    """The first token that counts as drawn behind all that was."""
+    place, turn = sum(map(len, responses)), len(responses) - 1
+    message = (
+        f"behind turn {turn}, the last, more tokens of the conversation count as drawn: the first"
+        f" is {kept[place]} ({_quoted(tokenizer, kept, place)})"
+    )
+    return Break("added", turn, len(responses[turn]), None, kept[place], message)
 
 
 def _first_difference(before: Sequence[int], after: Sequence[int]) -> int | None:
