@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from recorded import STOPS, best_of, diagnosed, forward, sampled, with_log_probs
+from recorded import (
+    STOPS,
+    best_of,
+    diagnosed,
+    exact_log_probs,
+    forward,
+    sampled,
+    with_log_probs,
+)
 
 from tim_jax.common import waiting
 from tim_jax.instruments.diagnosis import explanations, parts, records, variants, verdict
@@ -199,6 +207,26 @@ def test_an_end_token_that_is_named_but_not_there_was_stripped():
         for row in ended(sampled()[:24])
     ]
     assert diagnosed([*sampled()[24:], *other]).state == "exact"
+
+
+def raw_without_ends(**options):
+    """Drawn at temperature 0.6, raw log-probs, and the pad token 0 in the place of end tokens."""
+    rows, asked = sampled(0.6), {"temperature": 0.6, "logprobs_mode": "raw_logprobs"} | options
+    for row, log_probs in zip(rows, exact_log_probs(rows), strict=True):
+        *others, last = row["response_token_ids"]
+        tokens = [*others, 0 if last in STOPS else last]
+        yield row | asked | {"response_token_ids": tokens, "logprobs": log_probs.tolist()}
+
+
+def test_a_replaced_end_token_is_named_where_log_probs_are_raw():
+    found = diagnosed([*raw_without_ends()])
+    assert best_of(found).explanation.name == "end_token_replaced"
+    assert best_of(found).remains < 1e-5
+    # Neither the bias of the end token nor that of the other is in raw log-probs.
+    biased = [*raw_without_ends(logit_bias={**dict.fromkeys(map(str, STOPS), 3.0), "0": -2.0})]
+    tokens = diagnosed(biased).tokens
+    (found,) = (one for one in parts.ending(tokens) if one.name == "end_token_replaced")
+    np.testing.assert_allclose(found.predicted, tokens.recorded, atol=1e-5)
 
 
 def test_a_single_row_has_no_other():

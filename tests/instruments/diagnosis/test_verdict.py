@@ -71,6 +71,7 @@ def evidence_of(logits, tokens, size=None):
     program = jax.jit(lambda x, t: evidence._summary(x, t, size, (1, 2)))
     found = jax.device_get(program(jnp.asarray(logits), jnp.asarray(tokens)))
     found["exact"] = found["raw"] = found["logit"]
+    found["raw_stops"] = found["stops"]
     stop = found.pop("stop")
     return evidence.Evidence(**found, end_stop=stop)
 

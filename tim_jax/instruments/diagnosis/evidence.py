@@ -41,8 +41,8 @@ class Evidence(NamedTuple):
     """Of N tokens. Logits are relative to the largest one of their position, `peak`.
 
     Fields of the first group are of response tokens; those of the second are of the S sequences.
-    But for `raw`, and `exact` where raw log-probs are declared, logits are as they are shaped (see
-    `shaping`).
+    But for `raw` and `raw_stops`, and `exact` where raw log-probs are declared, logits are as they
+    are shaped (see `shaping`).
     """
 
     exact: np.ndarray  # f32[N], what is to be recorded by what is declared, the learner's own bits
@@ -56,6 +56,7 @@ class Evidence(NamedTuple):
     mass_above: np.ndarray  # f32[N, G], probability at BETAS of all tokens with larger logits
     inside: np.ndarray  # f32[N], log-sum-exp over the tokenizer's part of the vocabulary
     stops: np.ndarray  # f32[N, E], logits of the stop tokens
+    raw_stops: np.ndarray  # f32[N, E], their log-probs by the raw logits, at temperature 1
 
     end_stop: np.ndarray  # f32[S], log-prob that a stop token follows the response, temperature 1
 
@@ -174,7 +175,9 @@ def _program(
         if whole:
             relative = plain - jnp.max(plain, axis=-1, keepdims=True)
             own = jnp.take_along_axis(relative, tokens[:, None], axis=1)[:, 0]
-            more |= {"raw": own - jax.scipy.special.logsumexp(relative, axis=-1)}
+            normaliser = jax.scipy.special.logsumexp(relative, axis=-1)
+            stops = relative[:, jnp.asarray(stop_tokens, jnp.int32)]
+            more |= {"raw": own - normaliser, "raw_stops": stops - normaliser[:, None]}
         return {"exact": exact} | more
 
     def run(weights: Weights, rollout: Rollout, shaped: Shapes | None) -> dict[str, jax.Array]:

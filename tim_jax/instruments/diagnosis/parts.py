@@ -299,7 +299,9 @@ def _replaced(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterato
     own = tokens.evidence.logit[suspects].astype(np.float64)
     temperature = np.asarray([r.declared.temperature or 1.0 for r in tokens.responses])
     moved = (stops - own[:, None]) / temperature[suspect][:, None]
-    of_stop = base.predicted[suspects][:, None] + moved
+    raw = np.asarray([r.declared.raw for r in tokens.responses])[suspect][:, None]
+    processed = base.predicted[suspects][:, None] + moved
+    of_stop = np.where(raw, tokens.evidence.raw_stops[suspects].astype(np.float64), processed)
     gap = np.abs(tokens.recorded[suspects][:, None] - of_stop)
     predicted = base.predicted.copy()
     # The end token where its log-prob is the one that was recorded, the token itself elsewhere.
