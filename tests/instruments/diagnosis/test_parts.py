@@ -90,6 +90,19 @@ def test_rows_that_hold_the_log_probs_of_another_row_are_named_and_listed():
     assert f"as row {own[0] + 1} holds those of row {own[1] + 1}" in record["verdict"]
 
 
+def test_a_version_whose_tokens_are_all_hidden_does_not_hide_another():
+    rows = [
+        (other if i % 2 else own) | {"weights_version": 6 + i % 2}
+        for i, (own, other) in enumerate(zip(sampled(), noisy(0.5), strict=True))
+    ]
+    rows[3] = sampled()[3] | {"weights_version": 5, "mask": [0] * len(sampled()[3]["logprobs"])}
+    found = diagnosed(rows)
+    assert best_of(found).explanation.name == "other_version"
+    assert records.sentence(found) == (
+        "This is a fault: the rows of weights_version '7' are of other weights than those of '6'."
+    )
+
+
 @pytest.mark.slow
 def test_a_fault_of_some_rows_is_named_with_them():
     rows = noisy()

@@ -88,23 +88,27 @@ def _version(tokens: Tokens, base: Explanation) -> Explanation | None:
     The version whose rows are nearest to the model's log-probs is the model's.
     """
     names = [r.version for r in tokens.responses]
-    if len({*names}) < 2 or None in names:
+    if None in names:
         return None
     versions, of_row = np.unique(np.asarray(names), return_inverse=True)
     own = of_row[tokens.sequence]
-    gap = np.where(tokens.hidden, np.nan, np.abs(tokens.recorded - base.predicted))
-    sizes = [float(np.nanmedian(gap[own == i])) for i in range(len(versions))]
-    nearest = int(np.argmin(sizes))
-    others = own != nearest
-    named = " or ".join(repr(str(x)) for i, x in enumerate(versions) if i != nearest)
+    compared = np.unique(own[~tokens.hidden])  # a mask may hide all rows of a version
+    if len(compared) < 2:
+        return None
+    gap = np.abs(tokens.recorded - base.predicted)
+    sizes = [float(np.nanmedian(gap[own == i])) for i in compared]
+    nearest = compared[np.argmin(sizes)]
+    different = compared[compared != nearest]
+    others = np.isin(own, different)
+    named = " or ".join(repr(str(x)) for x in versions[different])
     return base.as_fault(
         "other_version",
         f"the rows of weights_version {named} are of other weights than those of"
         f" {str(versions[nearest])!r}",
         predicted=np.where(others, np.nan, base.predicted),
-        structure=-float(np.log(len(versions))),
+        structure=-float(np.log(len(compared))),
         shows=np.flatnonzero(others & (gap > _BAD)),
-        rows=np.flatnonzero(of_row != nearest),
+        rows=np.flatnonzero(np.isin(of_row, different)),
     )
 
 
