@@ -487,6 +487,9 @@ def test_text_without_ids_is_tokenised_with_a_warning():
         {"prompt_tokens": PROMPT, "completion_tokens": TOKENS, "token_logprobs": LOG_PROBS},
         {"input_ids": PROMPT, "output_ids": TOKENS, "output_logprobs": LOG_PROBS},
         {"tokens": PROMPT + TOKENS, "response_length": 2, "rollout_log_probs": LOG_PROBS},
+        {"prompt_token_ids": PROMPT, "tokens": TOKENS, "logprobs": LOG_PROBS},  # Tinker's
+        {"prompt_token_ids": PROMPT, "tokens": PROMPT + TOKENS, "logprobs": LOG_PROBS},
+        {"prompt_ids": PROMPT, "tokens": PROMPT + TOKENS, "logprobs": [None, -3, -4, *LOG_PROBS]},
         {
             "input_ids": PROMPT + TOKENS,
             "labels": [-100, -100, -100, *TOKENS],
@@ -519,6 +522,12 @@ def test_labels_hide_what_has_no_loss_and_a_list_without_a_border_is_refused():
     assert np.isnan(response.log_probs).tolist() == [False, False, True, False]
     with pytest.raises(RolloutsError, match="nothing says where the response begins: add labels"):
         read([{"tokens": PROMPT + TOKENS, "logprobs": LOG_PROBS}])
+    for whole in (
+        {"tokens": PROMPT + TOKENS},  # the response may have repeated the prompt
+        {"input_ids": [0, *PROMPT, *TOKENS][:5]},  # another prompt, which is no response
+    ):
+        with pytest.raises(RolloutsError, match="nothing says where the response begins"):
+            read([whole | {"prompt_ids": PROMPT, "logprobs": [-1.0] * 5}])
 
 
 def test_an_echoed_prompt_is_left_out():
@@ -553,6 +562,11 @@ def test_a_log_prob_that_rounding_made_positive_is_zero():
         ({"finish_reason": {"type": "stop", "matched": "</s>"}}, "other", None),
         ({"finish_reason": {"type": "abort", "message": "by request"}}, "other", None),
         ({"finish_reason": "tool_calls"}, "other", None),
+        ({"stop_reason": "stop"}, "token", None),
+        ({"stop_reason": "stop", "stop": ["</s>"]}, None, None),
+        ({"stop_reason": "length"}, "cut", None),
+        ({"stop_reason": "</s>"}, "other", None),
+        ({"finish_reason": "stop", "stop_reason": "stop"}, "other", None),
         ({}, None, None),
     ],
 )

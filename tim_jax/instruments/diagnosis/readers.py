@@ -547,7 +547,11 @@ def _split(row: Mapping[str, Any], whole: list[Any], name: str) -> dict[str, Any
     labels, mask, log_probs = part("labels"), part("mask"), part("logprobs")
     if labels is not None and mask is None:
         mask = [int(label is not None and label != _NO_LOSS) for label in labels]
-    start = _start(row, ids, mask)
+    start, prompt = _start(row, ids, mask), row.get("prompt_token_ids")
+    if start is None and isinstance(prompt, list) and prompt:
+        if name == "tokens" and ids[: len(prompt)] != prompt and all(kept):
+            return {"response_token_ids": ids}
+        start = _start_behind(prompt, ids, row.get("logprobs"))
     if start is None:
         raise InputError(
             f"{name} has prompt and response, but nothing says where the response begins: add"
@@ -565,3 +569,17 @@ def _start(row: Mapping[str, Any], ids: list[Any], mask: list[Any] | None) -> in
         if isinstance(length, int) and 0 < length < len(ids):
             return length if key == "prompt_length" else len(ids) - length
     return next((place for place, own in enumerate(mask or ()) if own), None)
+
+
+def _start_behind(prompt: list[Any], ids: list[Any], log_probs: Any) -> int | None:
+    """Where the response begins in ids that begin with the prompt, if the log-probs say that.
+
+    A response may repeat the prompt, so they must be of the tokens behind it, or lack the first.
+    """
+    if ids[: len(prompt)] != prompt or not isinstance(log_probs, list):
+        return None
+    of_response = len(log_probs) == len(ids) - len(prompt)
+    of_whole = len(log_probs) == len(ids) - 1 or (
+        len(log_probs) == len(ids) and log_probs[0] is None
+    )
+    return len(prompt) if of_response or of_whole else None

@@ -285,9 +285,11 @@ def _ended(values: Mapping[str, Any]) -> tuple[Ended | None, int | None]:
     """How a response ended, and the end token by which, as far as the row says it.
 
     vLLM's `stop_reason` is the stop string or the end token, or null for the model's own; SGLang's
-    `matched` is one of the two.
+    `matched` is one of the two. Tinker's `stop_reason` is what others call `finish_reason`.
     """
     reason, by = values.get("finish_reason"), values.get("stop_reason")
+    if reason is None and isinstance(by, str) and by.lower() in (*_CUT, *_STOPPED):
+        return _ended({"finish_reason": by, "stop": values.get("stop")})
     if isinstance(reason, Mapping):
         reason, by = reason.get("type"), reason.get("matched", by)
     word = None if reason is None else str(reason).lower()
