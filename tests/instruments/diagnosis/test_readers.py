@@ -332,6 +332,16 @@ def test_what_shapes_the_prompt_of_a_chat_is_heeded_or_refused():
     ):
         with pytest.raises(RolloutsError, match=f"{next(iter(refused))} shaped the prompt"):
             chat_of(**refused)
+    said = {"role": "assistant", "content": None, "refusal": None, "tool_calls": []}
+    assert chat_of(messages=[said | {"content": "a"}]) == (2, 3)  # what is empty says nothing
+    for key, value in (
+        ("tool_calls", [{"type": "function", "function": {"name": "add"}}]),
+        ("reasoning_content", "hmm"),
+        ("tool_call_id", "x"),
+    ):
+        match = f"message 1 of the prompt has {key} = .*; give prompt_token_ids"
+        with pytest.raises(RolloutsError, match=match):
+            chat_of(messages=[{"role": "user", "content": "ab"}, said | {key: value}])
     for content in (None, [{"type": "image_url", "image_url": {}}]):
         with pytest.raises(RolloutsError, match="prompt"):
             chat_of(messages=[{"role": "user", "content": content}])

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from tim_jax.common.inputs import shown, wrong_number
 from tim_jax.common.types import route_dtype
 from tim_jax.instruments.diagnosis import declared
 from tim_jax.instruments.diagnosis.declared import PLAIN, Distribution
+from tim_jax.instruments.diagnosis.endings import Ended, how_ended
 from tim_jax.model.config import ModelConfig
 from tim_jax.tasks.base import Message
 from tim_jax.tasks.text import encode_prompt, encode_text
@@ -30,8 +31,6 @@ KEYS = (
 _LARGEST = float(np.finfo(np.float32).max)
 _TOP_TOLERANCE = 1e-3  # two roundings of one number
 _ABOVE_ZERO = 1e-4  # what rounding makes of the log-prob of a certain token
-_CUT = ("length", "max_tokens", "max_length", "max_new_tokens")
-_STOPPED = ("stop", "eos", "eos_token", "end_turn", "stop_token")
 # Of a request of chat messages: what makes another prompt of them.
 SHAPING = ("chat_template_kwargs", "tools", "continue_final_message", "add_generation_prompt")
 # What is assumed of rows that do not say it: the option, and the key of a row.
@@ -43,9 +42,6 @@ OPTIONS = {
 }
 _SHOWN = 20  # kinds of bad rows in a message; the exception holds all rows
 _VALUES = re.compile(r"'[^']*'|[-+]?\d[\d.e+-]*|\b(nan|inf|None|null|true|false)\b", re.IGNORECASE)
-# How a response ended: by an end token, by something else (a stop string, a tool call, an abort),
-# or it was cut at the longest length.
-Ended = Literal["token", "other", "cut"]
 
 
 class Row(NamedTuple):
@@ -142,7 +138,7 @@ def checked(row: Row, *, limits: Limits, default: Distribution = PLAIN) -> Respo
     return Response(
         *(where, prompt, tokens, log_probs, asked, mask, version),
         prompt_text(values.get("prompt")),
-        *_ended(values),
+        *how_ended(values),
         stops=declared.token_ids(values, "stop_token_ids", where, limits.vocabulary),
         supports=supports,
         kept_log_mass=mass,
@@ -279,31 +275,6 @@ def _decoded(text: str) -> np.ndarray:
     except ValueError:
         found = base64.b85decode(text)
     return np.frombuffer(found, np.int32)
-
-
-def _ended(values: Mapping[str, Any]) -> tuple[Ended | None, int | None]:
-    """How a response ended, and the end token by which, as far as the row says it.
-
-    vLLM's `stop_reason` is the stop string or the end token, or null for the model's own; SGLang's
-    `matched` is one of the two. Tinker's `stop_reason` is what others call `finish_reason`.
-    """
-    reason, by = values.get("finish_reason"), values.get("stop_reason")
-    if reason is None and isinstance(by, str) and by.lower() in (*_CUT, *_STOPPED):
-        return _ended({"finish_reason": by, "stop": values.get("stop")})
-    if isinstance(reason, Mapping):
-        reason, by = reason.get("type"), reason.get("matched", by)
-    word = None if reason is None else str(reason).lower()
-    if word in _CUT:
-        return "cut", None
-    if word is not None and word not in _STOPPED:
-        return "other", None
-    if isinstance(by, int) and not isinstance(by, bool):
-        return "token", by
-    if isinstance(by, str) and by:
-        return "other", None
-    if word == "stop" and values.get("stop") and "stop_reason" not in values:
-        return None, None  # by one of the stop strings, or by an end token
-    return (None if word is None else "token"), None
 
 
 def _ids(row: Row, key: str, vocabulary: int) -> tuple[int, ...]:
@@ -558,6 +529,8 @@ def with_ids(row: Row, tokenizer: Any) -> tuple[Any, bool]:
             continue
         if tokenizer is None:
             raise InputError(f"{row.where}: has {text} but no {ids}, and there is no tokenizer")
+        if ids == "prompt_token_ids":
+            _check_messages(row, values[text])
         prompt = prompt_text(values[text])
         if ids == "prompt_token_ids" and prompt is not None:
             # Text is taken as the engine was given it; messages went through the template there.
@@ -572,6 +545,18 @@ def with_ids(row: Row, tokenizer: Any) -> tuple[Any, bool]:
         elif isinstance(values[text], str):
             made[ids] = encode_text(tokenizer, values[text], where=f"{row.where}: {text}")
     return {**values, **made}, bool(made)
+
+
+def _check_messages(row: Row, prompt: Any) -> None:
+    """Refuses chat messages with more than a role and content, which a template may also write."""
+    for number, message in enumerate(prompt if isinstance(prompt, list) else ()):
+        more = {**message} if isinstance(message, Mapping) else {}
+        for key, value in more.items():
+            if value and key not in ("role", "content"):
+                raise InputError(
+                    f"{row.where}: message {number} of the prompt has {key} = {shown(value)}, but a"
+                    " prompt is made again of role and content alone; give prompt_token_ids"
+                )
 
 
 def _template_options(row: Row) -> Mapping[str, Any]:
