@@ -25,7 +25,6 @@ from recorded import (
     weights,
     with_log_probs,
 )
-from scipy import integrate
 
 from tim_jax import corrections, mismatch
 from tim_jax.app import cli
@@ -41,7 +40,7 @@ from tim_jax.instruments.diagnosis import (
     variants,
     verdict,
 )
-from tim_jax.instruments.diagnosis.declared import Distribution
+from tim_jax.instruments.diagnosis.declared import PLAIN, Distribution
 from tim_jax.instruments.diagnosis.evidence import chances
 from tim_jax.instruments.diagnosis.monitor import Monitor
 from tim_jax.instruments.diagnosis.rollouts import Response, collect
@@ -83,6 +82,9 @@ DISTRIBUTIONS = [
     Distribution(1.7, 0, 0.8),
     Distribution(1.0, 50, 0.9),
     Distribution(3.9),
+    Distribution(0.1),
+    Distribution(0.035),
+    Distribution(0.1, 0, 0.8),
 ]
 
 
@@ -109,7 +111,8 @@ def check_chances(distribution, logits, tokens, found, atol):
     mass = np.exp(np.take_along_axis(whole, order, axis=1))
     mass[:, distribution.top_k or len(mass[0]) :] = 0.0
     running = np.cumsum(mass, axis=1)
-    mass[running - mass >= distribution.top_p * running[:, -1:]] = 0.0
+    if distribution.top_p < 1:
+        mass[running - mass >= distribution.top_p * running[:, -1:]] = 0.0
     kept = np.zeros_like(mass)
     np.put_along_axis(kept, order, mass, axis=1)
     inside = kept[rows, tokens] > 0
@@ -122,22 +125,6 @@ def check_chances(distribution, logits, tokens, found, atol):
     )
     assert (given.drawn[~inside] < whole[rows, tokens][~inside] - 10).all()
     assert inside.all() or distribution.truncated
-
-
-def test_the_noise_model_is_a_density_and_finds_its_scale():
-    one = np.ones(1)
-    for scale in (1e-4, 0.3):
-        area, _ = integrate.quad(
-            lambda x, s=scale: float(np.exp(explanations.densities(x * one, one, s))[0]),
-            -400 * scale, 400 * scale, points=[0.0], limit=400,
-        )  # fmt: skip
-        assert area == pytest.approx(1.0, abs=1e-3)
-    rng = np.random.default_rng(0)
-    weight = rng.uniform(0.1, 1.0, 4000)
-    residual = 0.02 * weight * rng.standard_t(3, 4000)
-    assert explanations.fit_noise(residual, weight).scale == pytest.approx(0.02, rel=0.1)
-    assert explanations.fit_noise(np.zeros(10), np.ones(10)).scale < explanations.FLOOR
-    assert explanations.densities(np.asarray([np.nan]), one, 1.0)[0] == explanations.NOTHING
 
 
 # What is found.
@@ -192,11 +179,11 @@ def test_a_temperature_is_fitted_on_the_tokens_that_the_model_drew():
     assert verdict.material(found)
 
 
-def in_tens(ids, recorded, seen, size):
+def in_tens(ids, recorded, seen, size, declared=PLAIN):
     """Tokens of responses of ten each, of a tokenizer of that size."""
     lasts = np.arange(10, len(ids) + 1, 10) - 1
     pairs = zip(*(np.split(np.asarray(x), lasts[:-1] + 1) for x in (ids, recorded)), strict=True)
-    responses = tuple(Response("row", (1,), tuple(own), x, Distribution()) for own, x in pairs)
+    responses = tuple(Response("row", (1,), tuple(own), x, declared) for own, x in pairs)
     seen = seen._replace(end_stop=np.zeros(len(lasts)))
     return explanations.Tokens(responses, seen, (1, 2), 64, size)
 
@@ -231,6 +218,37 @@ def test_a_temperature_of_draws_and_log_probs_is_told_from_one_of_log_probs_alon
         fitted = judged.explanation.parameters["temperature"]
         assert fitted == pytest.approx(drawn, rel=1e-7)
     assert both.gain > one.gain + verdict.DECISIVE
+
+
+def drawn_raw(temperature, declared):
+    """Drawn at a temperature that is declared or not, under the log-probs of the raw logits."""
+    rng, count = np.random.default_rng(0), 3000
+    logits = rng.standard_normal((count, 64)).astype(np.float32)
+    ids = np.argmax(logits / temperature + rng.gumbel(size=logits.shape), axis=1).astype(np.int32)
+    exact = np.asarray(jax.nn.log_softmax(logits)[np.arange(count), ids])
+    seen = evidence_of(logits, ids)._replace(exact=exact, raw=exact)
+    return in_tens(ids, exact, seen, 64, declared)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.04, 0.01, 9.0])
+def test_declared_draws_at_any_temperature_are_no_fault(temperature):
+    found = all_judged(drawn_raw(temperature, Distribution(temperature, raw=True)))
+    assert not [one for one in found.values() if one.gain > verdict.DECISIVE]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "text", "parameter"),
+    [
+        (0.1, "temperature 0.1", "temperature"),
+        (0.01, "a temperature of 0.0312 or less", "temperature_at_most"),
+        (9.0, "a temperature of 4.76 or more", "temperature_at_least"),
+    ],
+)
+def test_a_temperature_beyond_those_that_are_fitted_is_no_number(temperature, text, parameter):
+    found = all_judged(drawn_raw(temperature, PLAIN))["drawn_temperature"]
+    assert found.gain > verdict.DECISIVE
+    assert found.explanation.text.startswith(f"drawn at {text}")
+    assert [*found.explanation.parameters] == [parameter]
 
 
 def test_what_a_loss_mask_hides_decides_nothing():

@@ -27,7 +27,7 @@ from tim_jax.policy import distribution, scoring
 
 LIKELIEST = 128
 # Inverse temperatures, dense enough that the log-normaliser between them is good to about 1e-6.
-BETAS = 2.0 ** np.arange(-2.25, 2.26, 0.25)
+BETAS = 2.0 ** np.arange(-2.25, 5.01, 0.25)
 AT_ONE = int(np.flatnonzero(BETAS == 1.0)[0])
 COLDEST, HOTTEST = 1.0 / BETAS[-1], 1.0 / BETAS[0]
 # A share of draws that no distribution explains: such as a tie at a threshold, or a rounding.
@@ -328,8 +328,8 @@ def chances(evidence: Evidence, distribution: Distribution) -> Chances:
     The log-normaliser between the inverse temperatures of the grid is a polynomial of degree 5 that
     has its value and two derivatives at both sides: good to about 1e-6 nats. A top-p set that is
     larger than the stored logits is taken to hold `top_p` of the mass; it has the tokens above
-    which there is less than that. At temperature 0 the draw is the likeliest token, and the
-    log-probs are those at temperature 1.
+    which there is less than that. A temperature below COLDEST or above HOTTEST is taken for it. At
+    temperature 0 the draw is the likeliest token, and the log-probs are those at temperature 1.
     """
     if distribution.temperature == 0:
         plain = chances(evidence, Distribution())

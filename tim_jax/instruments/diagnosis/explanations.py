@@ -1,25 +1,16 @@
-"""Explanations that need no further forward, and the noise model by which all are compared.
+"""Explanations that need no further forward, compared by the model of `noise`.
 
 An explanation predicts the log-prob that the system recorded for each token, and how likely each
 draw was. Both are compared with the null's: the exact log-probs of the declared distribution were
 recorded, and the tokens were drawn from it.
-
-A recorded log-prob is the predicted one plus noise: Student's t with three degrees of freedom and
-the scale `sqrt((s w_t)^2 + FLOOR^2)`. The tails are heavy because in every engine single tokens
-differ much more than the others. The weight w_t is `1 - p_t` of the token's exact probability, at
-least 0.02: noise on logits moves the log-prob of a likely token little. `s` is fitted and counts as
-a parameter. FLOOR is the size of another order of sums in float32, so that agreement to the last
-bit is not endlessly better than agreement to 1e-6. A token for which an explanation predicts
-nothing has the density of a number anywhere within 20 nats.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal
 
 import numpy as np
-from scipy import optimize, special
 
 from tim_jax.instruments.diagnosis.declared import UNSHAPED, Distribution
 from tim_jax.instruments.diagnosis.evidence import (
@@ -30,17 +21,19 @@ from tim_jax.instruments.diagnosis.evidence import (
     Evidence,
     chances,
 )
+from tim_jax.instruments.diagnosis.noise import (
+    Fit,
+    fit_noise,
+    grid_minimum,
+    minimum,
+    noise_weights,
+    penalty,
+)
 from tim_jax.instruments.diagnosis.rollouts import Response
 
-FLOOR = 2e-6
-NOTHING = -np.log(20.0)
-_FREEDOM = 3.0
-_LEAST_WEIGHT = 0.02
-_WITHIN = 1e-5  # of what a fit looks for
 # Of a log-temperature. Where log-probs agree to 1e-7, a coarser fit would decide what is named.
 _TEMPERATURE_WITHIN = 1e-9
-_SCALES = np.geomspace(1e-7, 10.0, 33)
-_CONSTANT = -special.betaln(0.5, _FREEDOM / 2) - 0.5 * np.log(_FREEDOM)
+_AT_END = 1e-4  # of a log-temperature: at an end of what is fitted, it may lie beyond
 _FITTED = 4096  # tokens that parameters are fitted on
 _ODD, _LEAST_ODD = 5.0, 0.01  # times the median row's mean |d|, and nats, of a row that is odd
 _MOST_PADDING = 4096  # rows of padding in a vocabulary
@@ -62,59 +55,6 @@ LEAST_WITHIN = 0.5  # of the gap at those tokens
 _FACTOR = 0.5  # standard deviation of the logarithm of how far sizes may be off
 
 Kind = Literal["none", "numerics", "fault"]
-_Loss = Callable[[float], float]
-
-
-class Fit(NamedTuple):
-    """A fitted noise model."""
-
-    scale: float  # s
-    densities: np.ndarray  # f64[N], log-density of each token's recorded log-prob
-
-    @property
-    def total(self) -> float:
-        """The log-likelihood, in nats."""
-        return float(self.densities.sum())
-
-
-def noise_weights(exact: np.ndarray) -> np.ndarray:
-    """w_t f64[N] of exact log-probs f32[N]."""
-    return np.maximum(-np.expm1(np.minimum(exact.astype(np.float64), 0.0)), _LEAST_WEIGHT)
-
-
-def densities(residual: np.ndarray, weight: np.ndarray, scale: float) -> np.ndarray:
-    """Log-densities f64[N] of residuals (NaN where nothing is predicted) at a scale."""
-    width = np.hypot(scale * weight, FLOOR)
-    inner = np.log1p(np.square(residual / width) / _FREEDOM)
-    density = _CONSTANT - np.log(width) - (_FREEDOM + 1) / 2 * inner
-    return np.where(np.isnan(residual), NOTHING, density)
-
-
-def fit_noise(residual: np.ndarray, weight: np.ndarray) -> Fit:
-    """The scale of greatest likelihood, and the densities there."""
-
-    def loss(log_scale: float) -> float:
-        return -float(densities(residual, weight, np.exp(log_scale)).sum())
-
-    scale = float(np.exp(_grid_minimum(loss, np.log(_SCALES))))
-    return Fit(scale, densities(residual, weight, scale))
-
-
-def _grid_minimum(loss: _Loss, grid: np.ndarray, *, within: float = _WITHIN) -> float:
-    """Where a loss is least, between the neighbours of the grid's best point."""
-    best = int(np.argmin([loss(x) for x in grid]))
-    low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
-    return _minimum(loss, low, high, within=within)
-
-
-def _minimum(loss: _Loss, low: float, high: float, *, within: float = _WITHIN) -> float:
-    how: Any = {"bounds": (low, high), "method": "bounded", "options": {"xatol": within}}
-    return float(cast(Any, optimize.minimize_scalar(loss, **how)).x)
-
-
-def penalty(parameters: int, count: int) -> float:
-    """What fitted parameters cost, in nats: half the Bayesian information criterion's."""
-    return 0.5 * parameters * float(np.log(max(count, 2)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +115,13 @@ class Tokens:
         """f64[N], NaN where a loss mask hides the token."""
         log_probs = np.concatenate([r.log_probs for r in self.responses]).astype(np.float64)
         return np.where(self.hidden, np.nan, log_probs)
+
+    @cached_property
+    def shows_draw(self) -> np.ndarray:
+        """bool[N], tokens whose draws are evidence: at a temperature that `chances` computes."""
+        declared = np.asarray([r.declared.temperature for r in self.responses])
+        computed = (declared == 0) | ((declared >= COLDEST) & (declared <= HOTTEST))
+        return computed[self.sequence] & ~self.hidden
 
     @cached_property
     def sequence(self) -> np.ndarray:
@@ -273,7 +220,7 @@ def judge(
         off = float(np.log(after.scale)) / _FACTOR
         odds = -0.5 * off**2 - float(np.log(_FACTOR * np.sqrt(2 * np.pi)))
     seen = ~tokens.hidden
-    drawn = np.where(seen, explanation.drawn - base.drawn, 0.0)
+    drawn = np.where(tokens.shows_draw, explanation.drawn - base.drawn, 0.0)
     gains = after.densities - before.densities + drawn
     scaling = total / len(recorded) if total else 1.0
     cost = penalty(len(explanation.parameters), len(recorded))
@@ -429,34 +376,44 @@ def _at_temperature(log_temperature: float) -> Change:
 
 def _temperatures(tokens: Tokens, some: Tokens) -> Iterator[Explanation]:
     """Other temperatures, fitted to `some` of the responses."""
-    grid = np.log(np.geomspace(COLDEST, HOTTEST, 25))
+    grid = np.log(np.geomspace(COLDEST, HOTTEST, 37))
     for name, text, both in (
-        ("temperature", "drawn and recorded at temperature {:.4g}", True),
-        ("recorded_temperature", "the log-probs are those at temperature {:.4g}", False),
+        ("temperature", "drawn and recorded at {}", True),
+        ("recorded_temperature", "the log-probs are those at {}", False),
     ):
 
         def of(x: float, tokens: Tokens, both: bool = both):
             change = _at_temperature(x)
             return by_distribution(tokens, change, change if both else None)
 
-        x = _grid_minimum(
+        x = grid_minimum(
             lambda x: -_likelihood(some, *of(x, some)), grid, within=_TEMPERATURE_WITHIN
         )
-        fitted = float(np.exp(x))
-        yield _fault(name, text.format(fitted), of(x, tokens), parameters={"temperature": fitted})
+        words, parameters = _named_temperature(x)
+        yield _fault(name, text.format(words), of(x, tokens), parameters=parameters)
 
     def drawn(x: float, tokens: Tokens):
         return by_distribution(tokens, drawn=_at_temperature(x))
 
-    x = _grid_minimum(lambda x: -float(drawn(x, some)[1][~some.hidden].sum()), grid)
-    fitted = float(np.exp(x))
-    text = f"drawn at temperature {fitted:.4g}, but recorded without it"
-    yield _fault("drawn_temperature", text, drawn(x, tokens), parameters={"temperature": fitted})
+    x = grid_minimum(lambda x: -float(drawn(x, some)[1][some.shows_draw].sum()), grid)
+    words, parameters = _named_temperature(x)
+    text = f"drawn at {words}, but recorded without it"
+    yield _fault("drawn_temperature", text, drawn(x, tokens), parameters=parameters)
+
+
+def _named_temperature(log_temperature: float) -> tuple[str, dict[str, float]]:
+    """A fitted temperature in words and as a parameter, or the end of what is fitted."""
+    if log_temperature - np.log(COLDEST) < _AT_END:
+        return f"a temperature of {COLDEST:.3g} or less", {"temperature_at_most": COLDEST}
+    if np.log(HOTTEST) - log_temperature < _AT_END:
+        return f"a temperature of {HOTTEST:.3g} or more", {"temperature_at_least": HOTTEST}
+    fitted = float(np.exp(log_temperature))
+    return f"temperature {fitted:.4g}", {"temperature": fitted}
 
 
 def _likelihood(tokens: Tokens, predicted: np.ndarray, drawn: np.ndarray) -> float:
     fit = fit_noise(tokens.recorded - predicted, noise_weights(tokens.evidence.exact))
-    return fit.total + float(drawn[~tokens.hidden].sum())
+    return fit.total + float(drawn[tokens.shows_draw].sum())
 
 
 def _fitting_part(tokens: Tokens) -> Tokens:
@@ -578,7 +535,7 @@ def _padded(tokens: Tokens, some: Tokens) -> Iterator[Explanation]:
     def loss(log_rows: float) -> float:
         return -fit_noise(some.recorded - padded(log_rows, some), weight).total
 
-    rows = max(1, round(float(np.exp(_minimum(loss, 0.0, np.log(_MOST_PADDING))))))
+    rows = max(1, round(float(np.exp(minimum(loss, 0.0, np.log(_MOST_PADDING))))))
     yield null(tokens).as_fault(
         "padded_vocabulary",
         f"the softmax takes in {rows} padded rows of the vocabulary, whose logits are 0",

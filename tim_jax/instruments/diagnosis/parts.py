@@ -17,16 +17,8 @@ import numpy as np
 from scipy.spatial import KDTree
 
 from tim_jax.instruments.diagnosis.evidence import AT_ONE
-from tim_jax.instruments.diagnosis.explanations import (
-    LEAST_MOVE,
-    NOTHING,
-    Explanation,
-    Tokens,
-    fit_noise,
-    noise_weights,
-    null,
-    penalty,
-)
+from tim_jax.instruments.diagnosis.explanations import LEAST_MOVE, Explanation, Tokens, null
+from tim_jax.instruments.diagnosis.noise import NOTHING, fit_noise, noise_weights, penalty
 
 _ZERO_BELOW = -0.25  # exact log-prob of a token that no sound engine calls certain
 _NO_LOG_PROB = -20.0  # whole numbers up to here are sentinels
