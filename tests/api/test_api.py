@@ -659,7 +659,7 @@ def test_arguments_are_known_by_what_other_libraries_call_them(model):
         ({"num_generations": 4}, "no argument 'num_generations'; did you mean 'samples'"),
         ({"lr": 1e-4}, "did you mean 'optimizer'"),
         ({"micro_batch": 4}, r"training=model.training\(micro_batch="),
-        ({"beta": 0.1}, r"objective=tim_jax.objectives.grpo\(kl_coefficient="),
+        ({"beta": 0.1}, r"objective=tim_jax.objectives.Objective\(kl_coefficient="),
     ]
     for elsewhere, right in cases:
         with pytest.raises(InputError, match=right):

@@ -390,7 +390,6 @@ def gradients_of_a_norm(numerics):
     return [*compiler._check(compiler.units(numerics, extent)[0], numerics, extent)]
 
 
-@pytest.mark.slow
 def test_a_run_on_a_mesh_is_audited_on_one_device():
     """Of which there may be no more; the numerics are those of the run."""
     run = toml.load(None, ["placement={fsdp = 8, tensor = 2}"])
@@ -399,6 +398,7 @@ def test_a_run_on_a_mesh_is_audited_on_one_device():
     assert alone.column_tiles == run.column_tiles == 2
 
 
+@pytest.mark.slow
 def test_audit_of_a_run(finished, folder, call, few_cases, monkeypatch):
     """All that the command does, of a few cases: those of an audit have tests of their own."""
     placed = auditing.placed_cases

@@ -182,8 +182,16 @@ def test_a_folder_of_several_subsets(tmp_path, monkeypatch):
         load(tmp_path, subset="default")
     assert str(caught.value) == (
         f"dataset {str(tmp_path)!r}: task.subset = 'default', but no folder of that name has data"
-        " files; folders that have some: main, socratic"
+        " files; folders that have some: main, socratic; name one of them, or set task.subset=none"
     )
+
+
+@pytest.mark.parametrize("inside", ["", "data"])
+def test_a_folder_of_one_configuration_needs_no_folder_for_it(tmp_path, inside):
+    """As the shipped configurations have a subset of the hub's, for a folder of one's own."""
+    (tmp_path / inside).mkdir(exist_ok=True)
+    write_lines(tmp_path / inside / "train.jsonl", GSM8K[:9])
+    assert len(load(tmp_path, subset="main", eval_share=0.0).train) == 9
 
 
 @pytest.mark.parametrize(

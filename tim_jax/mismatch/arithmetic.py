@@ -32,7 +32,7 @@ class Compute(Entry):
         self.need_choice("dtype", FLOATS)
 
     def numerics(self, numerics: Numerics) -> Numerics:
-        return replace(numerics, compute_dtype=self.dtype)
+        return replace(numerics, compute_dtype=self.dtype, decode_head_columns=None)
 
     def weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         return recast(weights, jnp.dtype(self.dtype))
@@ -147,7 +147,7 @@ class NativeKernels(Entry):
     no_control = "plain XLA in the learner too gives other bits than in the sampler"
 
     def numerics(self, numerics: Numerics) -> Numerics:
-        return replace(numerics, family="native")
+        return replace(numerics, family="native", decode_head_columns=None)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,8 @@ class TileSizes(Entry):
     def numerics(self, numerics: Numerics) -> Numerics:
         if self.rows is not None:
             rows = Rows(self.rows, self.rows)
-            numerics = replace(numerics, rows=rows, rows_by_contraction=())
+            measured = {"rows_by_contraction": (), "decode_head_columns": None}  # of other rows
+            numerics = replace(numerics, rows=rows, **measured)
         if self.attention_rows is not None:
             rows = Rows(self.attention_rows, self.attention_rows)
             numerics = replace(numerics, attention_rows=rows)

@@ -169,7 +169,8 @@ def _head_columns(config: ModelConfig, numerics: Numerics, batch: int) -> int | 
         return None
     rows = numerics.of_head.rows_for(contraction)
     size = rows.split(batch)[1]
-    x = _random(0, (size, contraction), numerics)
+    counts = [count for count in _COUNTS if rows.low <= count <= (rows.high or count)]
+    x = _random(0, (max(size, *counts), contraction), numerics)
     head = jnp.asarray(_random(1, (contraction, width), numerics))
     whole, parts = (head,), parameters.parts_of_head(head, _HEAD_COLUMNS)
 
@@ -178,13 +179,13 @@ def _head_columns(config: ModelConfig, numerics: Numerics, batch: int) -> int | 
         found = [tiles.fence(native.dot(*native.pin(x, part))) for part in parts]
         return jnp.concatenate(found, axis=1)
 
-    calls = [partial(product, x, whole), partial(product, x, parts)]
+    calls = [partial(product, x[:size], whole), partial(product, x[:size], parts)]
     seconds = _seconds(calls)
     if seconds[0] <= _FASTER * seconds[1]:
         return None
-    counts = [count for count in _COUNTS if rows.low <= count < size]
-    for some in (x, *(x[:count] for count in counts)):
-        if not np.array_equal(_bits(product(some, whole)), _bits(product(some, parts))):
+    for count in sorted({size, *counts}):  # of any batch that decodes by these numerics
+        bits = [_bits(product(x[:count], matrices)) for matrices in (whole, parts)]
+        if not np.array_equal(*bits):
             return None
     return _HEAD_COLUMNS
 

@@ -8,7 +8,6 @@ run and writes files, except that each process writes its own share of a checkpo
 
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
-from tim_jax.placement import Placement
+from tim_jax.placement import Placement, of_process
 
 _HEARTBEAT = 30  # seconds without a sign of life after which a process counts as lost
 
@@ -134,5 +133,10 @@ def whole(tree: Any) -> Any:
     """Arrays of any sharding as whole NumPy arrays, on every process."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
-    gather = partial(multihost_utils.process_allgather, tiled=True)
-    return jax.tree.map(lambda x: np.asarray(gather(x)), tree)
+
+    def leaf(x: Any) -> np.ndarray:
+        if of_process(x):  # a gather would put every process's beside one another
+            return np.asarray(x)
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+    return jax.tree.map(leaf, tree)

@@ -20,6 +20,7 @@ from tim_jax.rl import drawing, micro_batches, rules
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.micro_batches import cut_rollout
 from tim_jax.rl.programs import Programs
+from tim_jax.rl.training import Training
 from tim_jax.rl.types import Exactness, Experience, TrainState
 from tim_jax.tasks.base import Task
 from tim_jax.tasks.episodes import Environment
@@ -190,10 +191,7 @@ def learn(
       NonFiniteError: `programs.training.learning.max_skipped` updates in a row were not finite.
     """
     training = programs.training
-    if (tokens := training.learning.micro_batch_tokens) is not None:
-        longest = int(micro_batches.whole_lengths(rollout).max())
-        where = training.execution.placement
-        rules.check_micro_batch_tokens(tokens, longest=longest, placement=where)
+    _check_fits(training, rollout)
     rollout = trimmed(rollout, training.length_buckets)
     greedy = None if greedy_rewards is None else jnp.asarray(greedy_rewards)
     of_turns = ()
@@ -246,6 +244,14 @@ def learn(
     if training.sampler.max_staleness and at_source is not None:
         comparisons = [at_source]
     return state, weights, merged(comparisons), metrics
+
+
+def _check_fits(training: Training, rollout: Rollout) -> None:
+    """Refuses sequences that a micro-batch of tokens does not hold."""
+    if (tokens := training.learning.micro_batch_tokens) is not None:
+        longest = int(micro_batches.whole_lengths(rollout).max())
+        where = training.execution.placement
+        rules.check_micro_batch_tokens(tokens, longest=longest, placement=where)
 
 
 def _compared(

@@ -27,7 +27,9 @@ from tim_jax.tasks.base import Example, Grader, Message, Task, first_line, share
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `datasets`' save_to_disk
-PART = re.compile(r"[-_.]?\d+(-of-\d+(-[0-9a-f]+)?)?$")  # what numbers a file of a split in parts
+PART = re.compile(
+    r"[-_.](part)?\d+(-of-\d+(-[0-9a-f]+)?)?$"
+)  # what numbers a file of a split in parts
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -137,13 +139,16 @@ def _folder(path: Path, split: str, subset: str | None) -> Iterable[Row]:
 
 
 def _of_subset(path: Path, files: Sequence[Path], subset: str) -> list[Path]:
-    """The files below a folder of this name."""
+    """The files below a folder of this name; all of a folder that has no others."""
     own = path.resolve().name
     chosen = [file for file in files if subset in (own, *file.relative_to(path).parent.parts)]
+    if not chosen and {file.parent for file in files} <= {path, path / "data"}:
+        return [*files]
     if not chosen:
         raise InputError(
             f"dataset {str(path)!r}: task.subset = {subset!r}, but no folder of that name has data"
-            f" files; folders that have some: {_folders(path, files) or 'none'}"
+            f" files; folders that have some: {_folders(path, files)}; name one of them, or set"
+            " task.subset=none"
         )
     return chosen
 

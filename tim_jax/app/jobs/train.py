@@ -302,15 +302,10 @@ def _export(job: Job, state: TrainState, base: Any, display: Display) -> None:
     merged = job.programs.merged
     params = state.params if merged is None else merged(adapters.whole(state.params, base))
     params = processes.whole(params)
-    if not processes.leads():
-        return
-    final = sources.write_final(
-        Path(job.config.run.folder),
-        params,
-        job.model,
-        job.execution.sampling.stop_tokens,
-        step=int(state.step),
-    )
+    folder, stops = Path(job.config.run.folder), job.execution.sampling.stop_tokens
+    write = partial(sources.write_final, folder, params, job.model, stops, step=int(state.step))
+    # All wait for it: a process that has ended would end the others after five minutes.
+    final = processes.led(lambda: str(write()))
     display.note(f"final model, as transformers loads it: {final}")
 
 

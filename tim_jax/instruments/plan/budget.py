@@ -73,8 +73,6 @@ def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
         drawn["the sampler's own weights"] = workload.sampler_copies * size(weights)
     if workload.training.turns is not None:  # kept from one call to the next
         drawn["weights, layer by layer"] = size(weights)
-    if workload.training.drawing.numerics.decode_head_columns is not None:
-        drawn["the head in parts"] = size(weights["head"])
     drawn["float32 factors of products"] = widened
     learnt = {**always, **_learning(workload, state, weights)}
     if widened:  # one at a time: a gradient's products take their operands row by row
