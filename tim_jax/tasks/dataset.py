@@ -27,9 +27,7 @@ from tim_jax.tasks.base import Example, Grader, Message, Task, first_line, share
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `datasets`' save_to_disk
-PART = re.compile(
-    r"[-_.](part)?\d+(-of-\d+(-[0-9a-f]+)?)?$"
-)  # what numbers a file of a split in parts
+PART = re.compile(r"[-_.](part)?\d+(-of-\d+(-[0-9a-f]+)?)?$")  # the number of a split's part
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
