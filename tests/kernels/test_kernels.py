@@ -1,5 +1,6 @@
 """The kernels against float64, and the invariances that exactness stands on."""
 
+import re
 from dataclasses import replace
 from functools import cache, partial
 
@@ -12,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tim_jax import kernels
+from tim_jax.app.run.numerics import fixed_numerics
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.plan import hlo
 from tim_jax.kernels import formulas, native, tiles
+from tim_jax.model.execution import jit
 from tim_jax.numerics import (
     EXACT_BF16,
     EXACT_F16,
@@ -523,3 +526,15 @@ def test_rows_land_in_pages_of_any_order_and_what_is_idle_in_the_sink(family):
     write = jax.jit(partial(kernels.written, numerics=numerics))
     for found, exact in zip(write(caches, rows, positions, pages=table), expected, strict=True):
         np.testing.assert_array_equal(bits(found[:5]), bits(exact[:5]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exponential_of_attention_is_computed_once(dtype):
+    """Where XLA fuses across barriers, it computes it again in the sum, far more slowly."""
+    numerics = replace(fixed_numerics("tiles", dtype, length=64), whole_kv=True)
+    shapes = (3, 4, 48, 32), (3, 4, 32, 160), (3, 4, 160, 32)
+    given = [jax.ShapeDtypeStruct(shape, numerics.dtype) for shape in shapes]
+    last = jax.ShapeDtypeStruct((3, 48), jnp.int32)
+    program = jit(partial(tiles._attend, numerics=numerics), numerics)
+    text = program.lower(*given, last).compile().as_text()
+    assert re.sub(r"\s", "", text).count("constant(1.44269502)") == 1

@@ -58,6 +58,11 @@ _OF_PLATFORM: Mapping[str, Family] = MappingProxyType(
 # square of the batch, a hundred times by 64 rows. Without this pass, XLA makes code for bfloat16 as
 # it stands, which gives the same bits.
 _UPDATES_IN_PLACE = {"xla_disable_hlo_passes": "float-normalization-bf16"}
+# It also removes optimisation barriers before it fuses. In bfloat16 attention's exponential is then
+# computed twice, once of it in the sum over its lanes, four times as slowly; and programs with many
+# attentions take twice as long to compile. Without this pass the barriers hold, as they do in newer
+# versions, and the bits are the same.
+_BARRIERS_HOLD = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 _LONG = 1024  # from this many positions on, larger key blocks cost less
 
 
@@ -101,7 +106,10 @@ def fixed_numerics(
         row_sums="sorted" if platform == "gpu" else "scatter",
         head_gradient_columns=None if platform == "gpu" else Numerics.head_gradient_columns,
     )
-    return numerics.with_options(_UPDATES_IN_PLACE) if widens else numerics
+    if not widens:
+        return numerics
+    numerics = numerics.with_options(_UPDATES_IN_PLACE)
+    return numerics.with_options(_BARRIERS_HOLD) if dtype == "bfloat16" else numerics
 
 
 def fitted_numerics(
