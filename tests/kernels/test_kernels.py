@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,6 @@ from tim_jax.app.run.numerics import fixed_numerics
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.plan import hlo
 from tim_jax.kernels import formulas, native, tiles
-from tim_jax.model.execution import jit
 from tim_jax.numerics import (
     EXACT_BF16,
     EXACT_F16,
@@ -535,6 +535,7 @@ def test_an_exponential_of_attention_is_computed_once(dtype):
     shapes = (3, 4, 48, 32), (3, 4, 32, 160), (3, 4, 160, 32)
     given = [jax.ShapeDtypeStruct(shape, numerics.dtype) for shape in shapes]
     last = jax.ShapeDtypeStruct((3, 48), jnp.int32)
-    program = jit(partial(tiles._attend, numerics=numerics), numerics)
+    options: Any = dict(numerics.compiler_options) or None
+    program = jax.jit(partial(tiles._attend, numerics=numerics), compiler_options=options)
     text = program.lower(*given, last).compile().as_text()
     assert re.sub(r"\s", "", text).count("constant(1.44269502)") == 1

@@ -184,8 +184,7 @@ def _head_columns(config: ModelConfig, numerics: Numerics, batch: int) -> int | 
     if seconds[0] <= _FASTER * seconds[1]:
         return None
     for count in sorted({size, *counts}):  # of any batch that decodes by these numerics
-        bits = [_bits(product(x[:count], matrices)) for matrices in (whole, parts)]
-        if not np.array_equal(*bits):
+        if not np.array_equal(_bits(product(x[:count], whole)), _bits(product(x[:count], parts))):
             return None
     return _HEAD_COLUMNS
 
