@@ -247,6 +247,8 @@ def test_a_head_in_parts_changes_no_bit(dtype):
     weights = prepared(tiny.params(config), config, whole)
     options = {"samples": 2, "sampling": Sampling(4), "config": config}
     in_parts = replace(whole, decode_head_columns=32)
+    cut = sampler.by_layer(weights, Execution(config, in_parts))["head"]
+    assert [part.shape[1] for part in cut] == [32, 32, 32]
     found = sample(weights, POOL, numerics=in_parts, **options)
     same(found, sample(weights, POOL, numerics=whole, **options), np.arange(12))
 

@@ -17,7 +17,7 @@ from tim_jax.api.foreign import Response
 from tim_jax.api.model import Model, check_model
 from tim_jax.api.rollouts import Rollout, as_rows
 from tim_jax.api.steps import Started, Step, start
-from tim_jax.api.training import IN_TRAINING, check_longest, named, settle
+from tim_jax.api.training import IN_TRAINING, named, settle
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import check_whole, refuse_all_but
@@ -220,8 +220,6 @@ def _step(
 ) -> Step:
     started, built = before.started, before.started.programs
     run, rollout = built.training, foreign.arrays(started.model, responses)
-    with named("learn"):
-        check_longest(run, max(len(r.prompt) + len(r) for r in responses))
     if run.learning.needs_greedy and greedy is None:
         raise InputError(
             f"learn: the estimator {run.learning.objective.estimator!r} needs greedy_rewards, the"
@@ -232,7 +230,7 @@ def _step(
     samples = foreign.samples(started.model, responses, rewards)
     drawn = Drawn(rollout, samples, rewards, greedy, {}, {})
     state = placement.to_devices(before.state) if run.offload else before.state
-    with waiting.during(loop.UPDATING, about=waiting.COMPILES):
+    with named("learn"), waiting.during(loop.UPDATING, about=waiting.COMPILES):
         state, weights, exactness, metrics = loop.learn(
             state,
             before.weights,

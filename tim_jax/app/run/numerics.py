@@ -58,9 +58,9 @@ _OF_PLATFORM: Mapping[str, Family] = MappingProxyType(
 # square of the batch, a hundred times by 64 rows. Without this pass, XLA makes code for bfloat16 as
 # it stands, which gives the same bits.
 _UPDATES_IN_PLACE = {"xla_disable_hlo_passes": "float-normalization-bf16"}
-# It also removes optimisation barriers before it fuses. In bfloat16 attention's exponential is then
-# computed twice, once of it in the sum over its lanes, four times as slowly; and programs with many
-# attentions take twice as long to compile. Without this pass the barriers hold, as they do in newer
+# Those versions remove optimisation barriers before they fuse. In bfloat16 that has attention's
+# exponential computed twice, once in the sum over its lanes, four times as slowly, and programs
+# with many attentions take twice as long to compile. Without this pass the barriers hold, as they do in newer
 # versions, and the bits are the same.
 _BARRIERS_HOLD = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 _LONG = 1024  # from this many positions on, larger key blocks cost less
