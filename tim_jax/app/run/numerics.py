@@ -60,8 +60,8 @@ _OF_PLATFORM: Mapping[str, Family] = MappingProxyType(
 _UPDATES_IN_PLACE = {"xla_disable_hlo_passes": "float-normalization-bf16"}
 # Those versions remove optimisation barriers before they fuse. In bfloat16 that has attention's
 # exponential computed twice, once in the sum over its lanes, four times as slowly, and programs
-# with many attentions take twice as long to compile. Without this pass the barriers hold, as they do in newer
-# versions, and the bits are the same.
+# with many attentions take twice as long to compile. Without this pass the barriers hold, as they
+# do in newer versions, and the bits are the same.
 _BARRIERS_HOLD = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 _LONG = 1024  # from this many positions on, larger key blocks cost less
 
