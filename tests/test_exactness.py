@@ -126,7 +126,7 @@ def test_long_sequences_with_what_was_measured_of_this_machine(dtype):
 
 @pytest.mark.parametrize("micro_batch", quick.some([None, 4], 1))
 @pytest.mark.parametrize(
-    "numerics", quick.some([tiny.NUMERICS, tiny.BF16, tiny.F16], 0, 1), ids=list(EXACT)
+    "numerics", quick.some([tiny.NUMERICS, tiny.BF16, tiny.F16], 1), ids=list(EXACT)
 )
 def test_the_log_probs_of_an_update_are_those_of_the_rollout(numerics, micro_batch):
     execution = Execution(tiny.CONFIG, numerics, tiny.SAMPLING)

@@ -921,6 +921,7 @@ def test_a_missing_dataset(call):
     assert "'gone.jsonl': no such file or folder" in err
 
 
+@pytest.mark.slow
 def test_a_run_that_holds_nothing_out_is_measured_on_what_it_trains_on(call, folder):
     path = sums(folder / "all.jsonl")
     task = f"task={{kind='dataset', path='{path}', reward='cli_rewards:by_length', eval_share=0.0}}"
@@ -936,6 +937,7 @@ def test_a_run_that_holds_nothing_out_is_measured_on_what_it_trains_on(call, fol
     assert drawn.lengths.tolist() == [4, 4, 4]  # a number of one digit, "+1="
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_other_rows(call, folder):
     """Another number of rows would draw them in another order from the resumed step on."""
     path = sums(folder / "other.jsonl")
@@ -976,6 +978,7 @@ def on_day(monkeypatch, day):
         monkeypatch.setattr(module, "datetime", Then)
 
 
+@pytest.mark.slow
 def test_a_run_has_the_prompts_of_its_first_day(call, folder, monkeypatch):
     template = "{{ strftime_now('%d') }}{{ messages[0].content }}"
     model = dated(folder / "dated", template)

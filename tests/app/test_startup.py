@@ -89,6 +89,7 @@ def test_a_mistake_in_a_config_is_named_before_anything_heavy_is_imported(comman
     )
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_config_takes_less_than_importing_jax_twice():
     """Of CPU time: about a second on an idle machine. Other jobs stretch both alike."""
 

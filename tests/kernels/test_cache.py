@@ -92,7 +92,7 @@ def touches_of_whole_caches(text):
     ("dtype", "whole_kv"),
     [
         ("bfloat16", False),
-        ("float32", False),
+        pytest.param("float32", False, marks=pytest.mark.slow),
         pytest.param("bfloat16", True, marks=pytest.mark.slow),
         pytest.param("float32", True, marks=pytest.mark.slow),
     ],

@@ -504,6 +504,7 @@ def test_attention_reads_pages_in_any_order_to_the_same_bits(family, dtype, wind
     assert bits(paged) == bits(whole)
 
 
+@pytest.mark.slow
 def test_heads_and_blocks_of_a_step_on_a_tpu_decide_no_bit():
     """Also where the last step is not full, and where a step has blocks before the first seen."""
     block = TPU.kv_block

@@ -182,7 +182,7 @@ def test_sampler_and_learner_are_equal_after_updates_and_the_base_stays(config, 
 
 
 @pytest.mark.parametrize(
-    "lora", [LORA, Lora(rank=2, targets=("q_proj", "down_proj"))], ids=["all", "two"]
+    "lora", quick.some([LORA, Lora(rank=2, targets=("q_proj", "down_proj"))], 0), ids=["all", "two"]
 )
 def test_the_weights_after_an_update_are_those_prepared_anew(lora):
     """Though only what adapters change is made again."""
@@ -247,6 +247,7 @@ def test_gradients_are_those_of_a_plain_implementation():
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * scale)
 
 
+@pytest.mark.slow
 def test_no_sum_of_a_matrix_of_gradients_is_in_the_update():
     """Joined matrices of all layers are there in bfloat16, as weights; in float32, as sums of their
     gradients, only where all weights are trained."""

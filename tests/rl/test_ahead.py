@@ -106,6 +106,7 @@ def test_what_was_drawn_ahead_is_exact_and_all_mismatch_is_staleness(mode):
         assert (drift > 0.0) == (number > 1)  # the first step's weights are the first ones
 
 
+@pytest.mark.slow
 def test_a_mismatch_of_a_sampler_ahead_is_told_apart_from_its_staleness():
     found = [step.metrics for step in steps_of(built(1, dial=NOISE), steps=3)]
     for metrics in found:
@@ -228,7 +229,7 @@ FLIGHT = mismatch.build([{"name": "in_flight_updates", "updates": 2, "every": 3}
 
 
 @pytest.mark.parametrize(
-    "where", quick.some([Placement(data=2), SINGLE, Placement(fsdp=2, tensor=2)], 0), ids=str
+    "where", quick.some([Placement(data=2), SINGLE, Placement(fsdp=2, tensor=2)], 1), ids=str
 )
 def test_weights_that_change_within_a_response_draw_what_each_would(where):
     """Tokens 1 to 3 are the oldest weights', 4 to 6 the next ones', the last two the newest's."""

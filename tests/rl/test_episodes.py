@@ -85,7 +85,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("batching", [ROWS, PAGES, slow(SLOTS)])
+@pytest.mark.parametrize("batching", [ROWS, slow(PAGES), slow(SLOTS)])
 def test_one_pass_over_an_episode_has_the_bits_of_its_turns(batching):
     """Windows; replies longer than a page of 16; fewer slots than rows; pages taken back."""
     played = play(batching=batching)
@@ -134,7 +134,7 @@ def test_scoring_sees_a_reply_that_was_another():
     assert unequal(changed) > 0
 
 
-@pytest.mark.parametrize("batching", [ROWS, SLOTS])
+@pytest.mark.parametrize("batching", [ROWS, slow(SLOTS)])
 def test_keys_and_values_of_every_position_are_computed_once(batching, monkeypatch):
     """Those of prompts by `begin`; each other one by one chunk or by one step, none by both."""
     compiled = programs(batching)

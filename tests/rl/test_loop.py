@@ -383,6 +383,7 @@ def ragged(lengths):
 LENGTHS = [1, 4, 5, 8, 8, 7, 6, 2, 8, 8, 8, 8]
 
 
+@pytest.mark.slow
 def test_a_long_response_loses_reward():
     """Eq. 13 of arXiv 2503.14476 with a longest length of 8 and a cache of 4, by hand."""
     objective = objectives.reinforce(max_length=8, overlong_cache=4)

@@ -30,6 +30,7 @@ def copied(tree):
     return jax.tree.map(jnp.array, tree)
 
 
+@pytest.mark.slow
 def test_every_program_compiles_once_whatever_the_prompts():
     built = build(mini_batches=2, epochs=2, correction=corrections.build([{"name": "token_tis"}]))
     with tiny.compilations() as counted:

@@ -48,6 +48,7 @@ def same_bits(one, other):
     return np.array_equal(np.asarray(one).view(np.int32), np.asarray(other).view(np.int32))
 
 
+@pytest.mark.slow
 def test_what_is_recorded_are_the_learners_own_choices():
     rollout = drawn()
     width = rollout.prompts.shape[1] + rollout.responses.shape[1]

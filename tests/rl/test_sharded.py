@@ -201,6 +201,7 @@ def test_log_probs_and_gradient_of_a_mixture_of_experts():
     check_gradient(Placement(data=2, fsdp=2), drawn_anyhow(), MIXTURE)
 
 
+@pytest.mark.slow
 def test_rows_that_a_tensor_group_does_not_divide():
     """Three sequences of 13 tokens: a norm's 39 rows, and the head's 27, over four devices."""
     check_gradient(Placement(tensor=4), drawn_anyhow(rows=3), CONFIG, TILED)

@@ -202,6 +202,7 @@ def cut():
     return list(cut_steps(SHORTENS, "cut"))
 
 
+@pytest.mark.slow
 def test_a_run_whose_episodes_are_cut_is_exact():
     for _, metrics, samples, _ in cut():
         assert metrics["exact_share"] == 1.0

@@ -31,6 +31,7 @@ def result(tmp_path_factory):
     return measuring.report(BENCH, ablation.alone_and_together(DIAL), chart=chart), chart
 
 
+@pytest.mark.slow
 def test_baseline_each_alone_and_together(result):
     record = result[0].record
     cases = {case["case"]: case for case in record["cases"]}

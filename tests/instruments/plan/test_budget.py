@@ -68,6 +68,7 @@ def compiled_bytes(what: str, step: workload.Workload) -> int:
     return found.argument_size_in_bytes + found.temp_size_in_bytes + beside
 
 
+@pytest.mark.slow
 def test_an_update_takes_at_most_22_bytes_a_parameter():
     """12 are masters and optimiser, 3 compute weights, 4 the gradient: nothing is held twice."""
     assert compiled_bytes("update", of_dtype("bfloat16")) / PARAMETERS < 22
@@ -152,6 +153,7 @@ def test_what_is_not_finite_leaves_every_bit(ours):
         assert np.asarray(old).tobytes() == np.asarray(new).tobytes()
 
 
+@pytest.mark.slow
 def test_the_guarded_adamw_has_the_bits_and_the_state_of_optax():
     ours, theirs = optimizers.adamw(optimizers.Rate(1e-2), weight_decay=0.1), plain_adamw(1.0)
     params, _ = trees(0)
