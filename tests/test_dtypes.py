@@ -1,7 +1,7 @@
 """Every public function of arrays, in every float dtype: what it computes with, and its values.
 
 The quick tests look at the programs of two dtypes: no sum, product or function of 16 bits, none of
-float32 where an array is float64, none of float64 elsewhere. The slow ones look at the other dtypes,
+float32 where an array is float64, none of float64 elsewhere. The slow ones look at the other two,
 and at values, against float64's.
 Those of the batches are numbers that bfloat16 has, so that all dtypes are given the same ones.
 """
