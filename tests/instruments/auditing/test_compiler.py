@@ -14,6 +14,7 @@ from tim_jax.numerics import (
     EXACT_F32,
     GPU_EXACT_BF16,
     NATIVE_BF16,
+    NATIVE_F16,
     NATIVE_F32,
 )
 
@@ -36,8 +37,9 @@ NARROW, WIDE = ("norm", "gated_dot", "attention"), ("norm", "project", "log_prob
         (NATIVE_F32, EXTENTS[1], NARROW),
         (NATIVE_F32, EXTENTS[2], WIDE),
         (NATIVE_BF16, EXTENTS[0], ("norm",)),
+        (NATIVE_F16, EXTENTS[0], UNITS),
     ],
-    ids=["tiles float32", "tiles bfloat16", "narrow", "wide", "native bfloat16"],
+    ids=["tiles float32", "tiles bfloat16", "narrow", "wide", "native bfloat16", "float16"],
 )
 def test_gradients_of_every_unit_in_every_way_agree_with_float64(numerics, extent, names):
     if names == UNITS:
@@ -64,6 +66,13 @@ def test_a_right_gradient_passes_in_every_way():
     results = checked(norm_unit())
     assert [one.way for one in results] == ["plain", "scan", "vmap", "jacrev", "sharded by 8"]
     assert all(one.passed and one.error < 1e-6 for one in results)
+
+
+def test_a_right_gradient_passes_in_float16_too():
+    norm = units(NATIVE_F16, SMALL)[0]
+    results = list(compiler._check(norm, NATIVE_F16, SMALL))
+    assert [one.way for one in results] == ["plain", "scan", "vmap", "sharded by 8"]
+    assert all(one.passed and one.error < one.bound / 10 for one in results)
 
 
 @pytest.mark.parametrize("factor", [1.001, float("nan")])

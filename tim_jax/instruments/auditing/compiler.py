@@ -35,7 +35,7 @@ Arrays = tuple[Array, ...]
 Gradients = tuple[Arrays, Arrays]  # of the weights, of the inputs
 # By the largest element of a gradient. Rounding takes a tenth of that or less; a wrong program is
 # off by the order of 1, as the numbers are random.
-BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2}
+BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 _EPS = 1e-6
 _TEMPERATURE = 0.7
 
