@@ -374,6 +374,12 @@ def test_a_path_is_no_model(use):
         use()
 
 
+def test_an_audit_needs_a_single_process(model, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(InputError, match="audit: needs a single process, there are 2; audit"):
+        tim.audit(model)
+
+
 def test_what_is_no_source_of_a_model():
     with pytest.raises(InputError, match="source must be a folder or a name, got None"):
         tim.load(None)  # pyright: ignore[reportArgumentType]

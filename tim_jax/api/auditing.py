@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from rich.console import Console
 
 from tim_jax.api.model import Model, check_model
 from tim_jax.common import waiting
+from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import refuse_unknown
 from tim_jax.instruments import auditing
 from tim_jax.placement import processes
@@ -62,9 +64,14 @@ def audit(model: Model, *, quick: bool = False) -> Audit:
         Over several devices there are two cases, quick or not.
 
     Raises:
-      InputError: the model has too few positions.
+      InputError: the model has too few positions, or there are several processes.
     """
     check_model("audit", model)
+    if (count := jax.process_count()) > 1:
+        raise InputError(
+            f"audit: needs a single process, there are {count}; audit the model in one. Training in"
+            " several compares the bits of every step by itself"
+        )
     sizes = auditing.Sizes.fitting(model.config)
     where, single = model.placement, model.placement.single
     cases = auditing.standard_cases(model.config, sizes, quick=quick)
