@@ -32,6 +32,7 @@ from tim_jax.mismatch import ENTRIES
 from tim_jax.model import calibration, hf
 from tim_jax.model.execution import Sampling
 from tim_jax.numerics import Numerics, Rows
+from tim_jax.placement import Placement
 from tim_jax.tasks.text import character_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -378,6 +379,15 @@ def test_an_audit_needs_a_single_process(model, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(InputError, match="audit: needs a single process, there are 2; audit"):
         tim.audit(model)
+
+
+@pytest.mark.slow
+def test_an_audit_draws_as_many_prompts_as_a_mesh_can_split(folder, monkeypatch):
+    """Its sizes by default are 16 sequences, which 3 devices cannot share."""
+    monkeypatch.setattr(auditing, "check_gradients", lambda numerics: [])
+    report = tim.audit(tim.load(folder, placement=Placement(data=3), decode_batch=None))
+    assert [case.name for case in report.cases] == ["learner, data=3", "sampler, data=3"]
+    assert report.unequal_tokens == 0 < report.compared_tokens
 
 
 def test_what_is_no_source_of_a_model():

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from tim_jax import placement
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.auditing.cases import PRESETS, Sizes, placements
+from tim_jax.instruments.auditing.cases import PRESETS, placements
 from tim_jax.model import parameters
 from tim_jax.model.weights import param_axes, parameter_shapes, table, weight_axes
 from tim_jax.numerics import Numerics
@@ -139,15 +139,16 @@ def test_a_mixture_of_experts_takes_no_tensor_axis():
     for where, tiles in ((Placement(tensor=2), 2), (SINGLE, 2)):
         with pytest.raises(InputError, match=r"mixture of experts takes no tensor axis.*use fsdp"):
             parameters.check(config, Numerics(column_tiles=tiles), where)
-    found = placements(config, Sizes(), 8)
+    found = placements(config, 8)
     assert {p.tensor for p in found} == {1}
     assert {p.fsdp for p in found} >= {2, 4}
 
 
 def test_an_audit_takes_the_placements_that_a_model_allows():
-    found = placements(PRESETS["qwen3"], Sizes(), 8)
+    found = placements(PRESETS["qwen3"], 8)
     assert {p.devices for p in found} == {2, 4, 8}
     assert {p.tensor for p in found} == {1, 2}  # two key heads
     assert any(p.decode == "sharded" for p in found)
-    assert placements(PRESETS["qwen3"], Sizes(), 1) == ()
-    assert all(52 % p.fsdp == 0 for p in placements(PRESETS["qwen3-awkward"], Sizes(), 8))
+    assert max(p.shards for p in placements(PRESETS["qwen3"], 64)) == 64
+    assert placements(PRESETS["qwen3"], 1) == ()
+    assert all(52 % p.fsdp == 0 for p in placements(PRESETS["qwen3-awkward"], 8))

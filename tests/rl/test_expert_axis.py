@@ -16,7 +16,7 @@ from tim_jax import kernels, objectives, optimizers, placement
 from tim_jax.app import cli
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.auditing.cases import Sizes, placements
+from tim_jax.instruments.auditing.cases import placements
 from tim_jax.kernels import experts
 from tim_jax.model import hf, parameters
 from tim_jax.model.config import LatentConfig
@@ -287,10 +287,10 @@ def test_rows_are_split_over_the_expert_axis_too():
 
 
 def test_an_audit_tries_expert_axes():
-    found = placements(QWEN, Sizes(), 8)
+    found = placements(QWEN, 8)
     assert {p.expert for p in found} == {1, 2, 4, 8}
     assert any(p.expert > 1 and p.decode == "sharded" for p in found)
-    assert {p.expert for p in placements(tiny.CONFIG, Sizes(), 8)} == {1}
+    assert {p.expert for p in placements(tiny.CONFIG, 8)} == {1}
 
 
 @pytest.mark.slow

@@ -72,8 +72,8 @@ def audit(model: Model, *, quick: bool = False) -> Audit:
             f"audit: needs a single process, there are {count}; audit the model in one. Training in"
             " several compares the bits of every step by itself"
         )
-    sizes = auditing.Sizes.fitting(model.config)
     where, single = model.placement, model.placement.single
+    sizes = auditing.Sizes.fitting(model.config).rounded([where])
     cases = auditing.standard_cases(model.config, sizes, quick=quick)
     if not single:
         cases = auditing.placed_cases(model.config, sizes, [where])

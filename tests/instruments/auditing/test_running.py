@@ -70,6 +70,21 @@ def test_sizes_beyond_the_models_positions_are_refused():
         next(auditing.audit({}, tiny.CONFIG, sizes=Sizes()))
 
 
+@pytest.mark.parametrize(
+    ("placements", "prompts"),
+    [
+        ([], 4),
+        ([Placement(fsdp=16)], 4),
+        ([Placement(data=3)], 6),
+        ([Placement(fsdp=2), Placement(data=8, fsdp=2, expert=2), Placement(tensor=64)], 8),
+    ],
+)
+def test_prompts_are_as_many_as_placements_can_split(placements, prompts):
+    sizes = Sizes().rounded(placements)
+    assert sizes == Sizes(prompts=prompts)
+    assert not [p for p in placements if sizes.prompts * sizes.samples % p.shards]
+
+
 def test_prompts_of_other_sizes_are_refused():
     sizes = Sizes(prompt_length=8, response_length=8)
     prompts = auditing.draw_prompts(tiny.CONFIG, replace(sizes, prompts=3))
@@ -204,6 +219,26 @@ def test_placements_whose_column_tiles_no_kernel_takes_are_left_out_aloud(monkey
     said = capsys.readouterr().out
     assert "placements with a tensor axis. numerics: " in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("devices", "most", "prompts"), [(6, 4, 4), (64, 64, 16)])
+def test_placements_are_audited_as_far_as_devices_are_a_power_of_two(
+    monkeypatch, capsys, devices, most, prompts
+):
+    config = auditing.PRESETS["qwen3"]
+    given = []
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    monkeypatch.setattr(audit_job, "_numerics", lambda *_, **__: [])
+    monkeypatch.setattr(auditing, "audit", lambda *_, **options: given.append(options) or iter(()))
+    asked = audit_job._Audited(NO_PARAMS, config, Sizes(), "tiles", False, ("float32",), False)
+    assert list(audit_job._placed(asked, True)) == []
+    assert {options["sizes"].prompts for options in given} == {prompts}
+    tried = [case.against.placement for one in given for case in one["cases"][:2]]
+    assert {where.devices for where in tried} == {most}
+    said = capsys.readouterr().out
+    left_out = "left out: placements over all 6 devices, which are no power of two; tim.audit"
+    assert said.startswith(left_out) == (devices == 6)
+    assert said.count("\n") == (devices == 6)
 
 
 def test_several_tiles_are_audited_where_they_are_asked_for():

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,15 @@ def _placed(it: _Audited, quick: bool) -> Iterator[CaseResult]:
 
     If `quick`, only those that take as many devices as any does.
     """
-    placements = auditing.placements(it.config, it.sizes, jax.device_count())
+    devices = jax.device_count()
+    if devices & (devices - 1):
+        print(
+            f"left out: placements over all {devices} devices, which are no power of two; tim.audit"
+            " compares the one that a model is loaded with",
+            flush=True,
+        )
+    placements = auditing.placements(it.config, devices)
+    it = replace(it, sizes=it.sizes.rounded(placements))
     most = max((p.devices for p in placements), default=0)
     placements = tuple(p for p in placements if p.devices == most or not quick)
     for column_tiles, some in (

@@ -1,6 +1,7 @@
 """The cases of an audit, small architectures with awkward shapes, and random parameters."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -44,6 +45,11 @@ class Sizes:
         prompt = min(cls.prompt_length, max(1, config.max_positions // 3))
         response = min(cls.response_length, config.max_positions - prompt)
         return cls(prompt_length=prompt, response_length=response)
+
+    def rounded(self, placements: Iterable[Placement]) -> "Sizes":
+        """With as many more prompts that all devices of each placement have as many sequences."""
+        multiple = math.lcm(*(where.prompts_multiple(self.samples) for where in placements))
+        return replace(self, prompts=self.prompts + -self.prompts % multiple)
 
     def check(self, config: ModelConfig) -> None:
         """Raises `InputError` if the model has too few positions."""
@@ -181,8 +187,8 @@ def standard_cases(config: ModelConfig, sizes: Sizes, *, quick: bool = False) ->
     )
 
 
-def placements(config: ModelConfig, sizes: Sizes, devices: int) -> tuple[Placement, ...]:
-    """Placements for an audit: 2, 4, 8, ... devices in every way that the model allows."""
+def placements(config: ModelConfig, devices: int) -> tuple[Placement, ...]:
+    """Placements for an audit: over 2, 4, 8, ... devices, as far as the model allows."""
     counts = [2**i for i in range(1, devices.bit_length()) if 2**i <= devices]
     tried = [Placement(fsdp=n) for n in counts]
     tried += [Placement(data=n // 2, fsdp=2) for n in counts[1:]]
@@ -193,7 +199,6 @@ def placements(config: ModelConfig, sizes: Sizes, devices: int) -> tuple[Placeme
     tried += [Placement(expert=n) for n in counts]
     tried += [Placement(data=n // 4, fsdp=2, expert=2) for n in counts[1:]]
     tried += [Placement(fsdp=n // 4, expert=4, decode="sharded") for n in counts[2:]]
-    rows = sizes.prompts * sizes.samples
 
     def fits(placement: Placement) -> bool:
         try:
@@ -202,7 +207,7 @@ def placements(config: ModelConfig, sizes: Sizes, devices: int) -> tuple[Placeme
             return False
         return True
 
-    return tuple(p for p in tried if rows % p.shards == 0 and fits(p))
+    return tuple(filter(fits, tried))
 
 
 def placed_cases(
