@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,24 @@ def test_rows_that_could_not_be_read_are_not_written(tmp_path, change, message):
     assert not file.read_text()
     with pytest.raises(InputError, match="capture: cannot write"):
         tim.capture(tmp_path / "no" / "x.jsonl")
+
+
+def test_a_row_without_room_is_refused_and_leaves_nothing(tmp_path):
+    """Once room has been made, the next row is a line of its own."""
+    file, limits = tmp_path / "rollouts.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with tim.capture(file) as rows:
+        rows.write(**ROW)
+        size = file.stat().st_size
+        try:
+            for room in (size // 2, 0):  # a part of the row fits, or nothing of it
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, limits[1]))
+                with pytest.raises(InputError, match=r"^capture: cannot write .*rollouts\.jsonl: "):
+                    rows.write(**ROW)
+                assert file.stat().st_size == size
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        rows.write(**ROW)
+    assert len(collect(readers.read(file), limits=LIMITS).responses) == 2
 
 
 def test_the_writer_imports_the_standard_library_alone(tmp_path):

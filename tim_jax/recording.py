@@ -6,6 +6,7 @@
 The lines are those that `tim_jax.diagnose` and `tim_jax.instruments.diagnosis.readers` read.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -20,7 +21,8 @@ from tim_jax.common.errors import InputError
 class Capture:
     """Appends rows to a file of JSON lines; several processes may append to one file.
 
-    Each row is one write of one line, so that an engine that is killed leaves whole lines.
+    Each row is one write of one line, so that an engine that is killed leaves whole lines. Of a row
+    that the disk has no room for, nothing stays.
     """
 
     def __init__(self, path: str | Path):
@@ -70,7 +72,8 @@ class Capture:
           turn_token_ids: if the row is a whole conversation: for each turn the ids that were drawn.
 
         Raises:
-          InputError: the lists differ in length, or a log-prob is not finite where the mask is 1.
+          InputError: the lists differ in length, or a log-prob is not finite where the mask is 1;
+            the row cannot be written, because the disk is full, for one.
         """
         prompt, tokens = _whole(prompt_token_ids), _whole(response_token_ids)
         numbers = [_number(x) for x in _listed(logprobs)]
@@ -103,7 +106,28 @@ class Capture:
         row = {name: value for name, value in row.items() if value is not None}
         if stop_reason is not None:
             row["stop_reason"] = stop_reason
-        os.write(self._file, (json.dumps(row, allow_nan=False, default=_listed) + "\n").encode())
+        line = (json.dumps(row, allow_nan=False, default=_listed) + "\n").encode()
+        try:
+            whole = self._append(line)
+        except OSError as error:
+            raise InputError(f"capture: cannot write {self.path}: {error.strerror}") from error
+        if not whole:
+            raise InputError(
+                f"capture: cannot write {self.path}: no room for a row of {len(line):,} bytes; the"
+                " rows before it are whole"
+            )
+
+    def _append(self, line: bytes) -> bool:
+        """Appends the line, or nothing; returns whether there was room for it."""
+        # Without a lock, another process's row could come between, and what is cut would be its.
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            written = os.write(self._file, line)
+            if written < len(line):
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            return written == len(line)
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Closes the file; nothing may be written afterwards."""
