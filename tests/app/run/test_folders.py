@@ -278,6 +278,27 @@ def test_a_run_without_a_checkpoint_starts_over(tmp_path):
         assert run.metrics.size() == run.samples.size() == run.timing.size() == 0
 
 
+@pytest.mark.parametrize("left", ["lines", "model"])
+def test_a_run_whose_checkpoints_were_removed_keeps_its_lines(tmp_path, left):
+    train(tmp_path, stop=2)
+    shutil.rmtree(tmp_path / "checkpoints")
+    if left == "model":  # with a folder of checkpoints that is empty
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "model").mkdir()
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.*")}
+    with pytest.raises(InputError, match=r"^\S+ holds a run whose checkpoints are gone, and .*put"):
+        folders.open_run(tmp_path, CONFIG.replace("10", "20"), may_change=("steps",))
+    assert before == {path: path.read_bytes() for path in tmp_path.glob("*.*")}
+
+
+def test_a_run_that_died_before_its_first_checkpoint_may_lose_their_folder(tmp_path):
+    with folders.open_run(tmp_path, CONFIG) as run:
+        run.metrics.write(0, {"eval/reward": 0.5})
+    (tmp_path / "checkpoints").rmdir()
+    with folders.open_run(tmp_path, CONFIG) as run:
+        assert run.metrics.size() == 0
+
+
 def test_another_config_is_refused_by_key(tmp_path):
     folders.open_run(tmp_path, CONFIG).close()
     other = CONFIG.replace("0.001", "0.002").replace("steps = 10", "steps = 20")

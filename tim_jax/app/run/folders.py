@@ -210,7 +210,8 @@ def open_run(
 
     Raises:
         InputError: another process uses the folder; it has a run with another config (the keys are
-            named), other files or a link that leads out of it; it cannot be written.
+            named), or one whose checkpoints were removed, other files or a link that leads out of
+            it; it cannot be written.
     """
     folder, opened = Path(folder), []
 
@@ -226,6 +227,7 @@ def _locked(folder: Path, config: str, may_change: tuple[str, ...], *, keep: int
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_links(folder)
+        _refuse_lost_checkpoints(folder)
         lock = _Lock(folder)
     except OSError as error:
         raise InputError(f"cannot use the run folder {folder}: {error.strerror}") from error
@@ -394,6 +396,22 @@ def _refuse_links(folder: Path) -> None:
                     f"{path} is a link out of the run folder, to {os.readlink(path)}; remove it, or"
                     " set another run.folder"
                 )
+
+
+def _refuse_lost_checkpoints(folder: Path) -> None:
+    """Refuses a run whose checkpoints were removed: to begin anew would delete its lines.
+
+    A run makes their folder before its first line, and has one of them before its model.
+    """
+    kept, lines = folder / "checkpoints", folder / "metrics.jsonl"
+    if checkpoints.list_steps(kept) or not (folder / "config.toml").exists():
+        return
+    removed = not kept.exists() and lines.exists() and lines.read_bytes().count(b"\n") > 1
+    if removed or (folder / "model").exists():
+        raise InputError(
+            f"{folder} holds a run whose checkpoints are gone, and to begin anew would delete what"
+            " it has written; put them back, or set another run.folder"
+        )
 
 
 def _claim(
