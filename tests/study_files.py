@@ -41,6 +41,7 @@ def write_run(one, values, *, metric="eval/reward", steps=2, finished=True):
     (one.folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     if finished:
         (one.folder / "checkpoints" / str(steps)).mkdir(parents=True)
+        (one.folder / "chart.png").touch()
 
 
 def one_study(one):

@@ -234,6 +234,35 @@ def test_finished_runs_are_not_started_again(file, monkeypatch):
     assert said == ["12 runs, 12 of them done"]
 
 
+def test_a_run_whose_export_failed_is_tried_again(file, monkeypatch):
+    """It has the checkpoint of its last step, but neither a model nor a chart, which come after."""
+    one, started = stated(file), []
+    for run in one.runs:
+        write_run(run, [0.5, 0.5, 0.5])
+    chart = one.runs[4].folder / "chart.png"
+    chart.unlink()
+
+    def fail(command, *, stdout, **_):
+        started.append(Path(command[-1]).with_suffix(""))
+        stdout.write(b"tim-jax: cannot write model: No space left on device\n")
+        stdout.flush()
+        return SimpleNamespace(poll=lambda: 2, returncode=2)
+
+    def mend(command, **_):
+        chart.touch()
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
+
+    monkeypatch.setattr(running, "_POLL", 0.0)
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"No space left .*; the same command tries again"):
+            running.run(one, jobs=1, say=lambda line: None)
+    assert started == [chart.parent] * 2
+    monkeypatch.setattr(subprocess, "Popen", mend)
+    running.run(one, jobs=1, say=lambda line: None)
+    assert one.runs[4].done
+
+
 def test_who_waits_for_a_study_sees_where_its_runs_are(file, monkeypatch):
     one, said, polls = stated(file), [], iter([None, None, 0])
     for run in one.runs[1:]:

@@ -60,8 +60,9 @@ class Planned(NamedTuple):
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to run."""
-        return self.ended.exists() or folders.finished(self.folder)
+        """Whether there is nothing left to run, to export or to draw."""
+        drawn = (self.folder / "chart.png").exists()  # after the export, the last that a run does
+        return self.ended.exists() or (drawn and folders.finished(self.folder))
 
 
 @dataclass(frozen=True)
