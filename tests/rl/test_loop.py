@@ -420,10 +420,12 @@ def test_only_a_run_that_steers_its_penalty_keeps_the_coefficient():
 
 
 def test_metrics_of_a_step_are_means_but_for_extremes_and_the_noise_scale():
+    deviation = "correction/sequence_weight_max_deviation"
     first = {"loss": 1.0, "a_max": 3.0, "a_min": 1.0, "skipped": 0.0, "tokens": 4.0}
     second = {"loss": 2.0, "a_max": 2.0, "a_min": -1.0, "skipped": 1.0, "tokens": 6.0}
-    assert loop.joined([first, second]) == {
+    assert loop.joined([first | {deviation: 0.1}, second | {deviation: 0.5}]) == {
         "loss": 1.5,
+        deviation: 0.5,
         "a_max": 3.0,
         "a_min": -1.0,
         "skipped": 0.5,

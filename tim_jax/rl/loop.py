@@ -263,6 +263,9 @@ def _compared(
     return programs.mismatch_report(trainer, rollout), None
 
 
+_EXTREMES = {"_min": np.min, "_max": np.max, "_max_deviation": np.max}
+
+
 def joined(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
     """A step's metrics from those of its updates: means, and for extremes the outermost value.
 
@@ -273,8 +276,8 @@ def joined(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
 
     def over(name: str) -> float:
         values = [report[name] for report in (reports if name == "tokens" else learning)]
-        which = {"_max": np.max, "_min": np.min}.get(name[-4:], np.mean)
-        return float(which(values))
+        which = (of for ending, of in _EXTREMES.items() if name.endswith(ending))
+        return float(next(which, np.mean)(values))
 
     metrics = {name: over(name) for name in reports[0]}
     if "noise_scale" in metrics:  # a mean of quotients is infinite as soon as one of them is
