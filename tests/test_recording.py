@@ -1,7 +1,10 @@
 """What another engine draws, written down in its process and read by the diagnosis."""
 
+import errno
+import fcntl
 import importlib
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -97,6 +100,17 @@ def test_a_row_without_room_is_refused_and_leaves_nothing(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         rows.write(**ROW)
     assert len(collect(readers.read(file), limits=LIMITS).responses) == 2
+
+
+def test_a_file_system_without_locks_takes_rows(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with tim.capture(tmp_path / "rollouts.jsonl") as rows:
+        rows.write(**ROW)
+        rows.write(**ROW)
+    assert len(collect(readers.read(tmp_path / "rollouts.jsonl"), limits=LIMITS).responses) == 2
 
 
 def test_the_writer_imports_the_standard_library_alone(tmp_path):

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -120,14 +121,17 @@ class Capture:
     def _append(self, line: bytes) -> bool:
         """Appends the line, or nothing; returns whether there was room for it."""
         # Without a lock, another process's row could come between, and what is cut would be its.
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        # Some shared file systems have no locks; there that may happen, on a full disk.
+        with suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             written = os.write(self._file, line)
             if written < len(line):
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             return written == len(line)
         finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            with suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Closes the file; nothing may be written afterwards."""
