@@ -126,10 +126,15 @@ class SurgeDetector:
 
     def init(self) -> SurgeState:
         """Returns the state before any length is known."""
-        none = jnp.zeros((), jnp.int32)
-        zero = jnp.zeros((), jnp.float32)
-        unknown = jnp.full(self.window, jnp.inf, jnp.float32)
-        return SurgeState(none, none, zero, zero, unknown, jnp.zeros(self.window, jnp.int32))
+        # Each field is made by itself: a buffer each, so that the state can be donated.
+        return SurgeState(
+            step=jnp.zeros((), jnp.int32),
+            surge_step=jnp.zeros((), jnp.int32),
+            recent=jnp.zeros((), jnp.float32),
+            baseline=jnp.zeros((), jnp.float32),
+            history=jnp.full(self.window, jnp.inf, jnp.float32),
+            steps=jnp.zeros(self.window, jnp.int32),
+        )
 
     def update(self, state: SurgeState, length: jax.Array) -> SurgeState:
         """Takes the mean response length of one more step, f32[], in tokens."""

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tim_jax import metrics, schedules
+from tim_jax import corrections, metrics, schedules
 from tim_jax.common.errors import InputError
+from tim_jax.optimizers import AdamW, Decay, dynamic_loss_scale
 from tim_jax.schedules import (
     SurgeDetector,
     effective_sample_size,
@@ -321,6 +322,34 @@ def test_updates_keep_their_dtypes_and_it_compiles_once():
     assert len(traced) == 1
     assert updates["a"].dtype == jnp.bfloat16
     assert updates["b"].dtype == jnp.float32
+
+
+WITH_STATE = {
+    "length_triggered_decay": length_triggered_decay(),
+    "length_decay": length_decay(3),
+    "scheduled triggered decay": optax.inject_hyperparams(length_triggered_decay)(multiple=1.8),
+    "scheduled decay": optax.inject_hyperparams(length_decay)(period=lambda _: jnp.int32(3)),
+    "dynamic_loss_scale": dynamic_loss_scale(optax.chain(optax.adam(0.1), length_decay(3))),
+    "AdamW": AdamW(0.1, ess_reference=0.5).transform(Decay()),
+    "normalise_by_running_mean": corrections.normalise_by_running_mean(),
+    "scheduled": corrections.scheduled(corrections.vexact, cap=optax.constant_schedule(2.0)),
+}
+
+
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_every_state_of_the_library_can_be_donated(name):
+    transform, start = WITH_STATE[name], jnp.ones((2, 3))
+    given = {"mask": jnp.ones((2, 3), bool), "log_ratio": jnp.zeros((2, 3))}
+    given |= {"response_length": jnp.float32(3.0), "effective_sample_size": jnp.float32(0.5)}
+
+    def update(state):
+        with jax.numpy_dtype_promotion("standard"):  # optax's Adam promotes dtypes implicitly
+            return transform.update(start, state, start, **given)[1]
+
+    donated = jax.jit(update, donate_argnums=0)
+    state = donated(donated(transform.init(start)))
+    expected = update(update(transform.init(start)))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), state, expected)
 
 
 @pytest.mark.parametrize(
