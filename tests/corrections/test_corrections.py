@@ -1122,6 +1122,23 @@ def test_a_scheduled_recipe_is_the_recipe_that_says_what_it_does(name):
     np.testing.assert_array_equal(kept, corrections.correct(plain, **arrays).kept)
 
 
+@pytest.mark.parametrize("dtype", [bool, jnp.int32, jnp.bfloat16])
+def test_numbers_beside_a_schedule_keep_their_values_with_a_mask_of_any_dtype(dtype):
+    arrays, upper = batch(21), optax.constant_schedule(1.01)
+    plain = corrections.icepop(lower=0.99, upper=1.01)
+    moving = corrections.scheduled(corrections.icepop, lower=0.99, upper=upper)
+    start = arrays["mask"].astype(dtype)
+    found, _ = moving.update(start, moving.init(start), **arrays)
+    assert 0 < np.count_nonzero(np.asarray(found)) < int(arrays["mask"].sum())
+    assert_same_bits(found, coefficients(plain, **arrays))
+
+
+def test_no_correction_gives_a_mask_as_coefficients():
+    none, mask = corrections.none(), jnp.asarray([[True, False]])
+    found, _ = none.update(mask, none.init(mask))
+    assert_same_bits(found, jnp.asarray([[1.0, 0.0]]))
+
+
 def test_a_schedule_moves_with_every_batch():
     arrays: dict[str, Any] = {
         "log_ratio": jnp.full((2, 3), jnp.log(3.0)) * jnp.asarray([[1.0], [0.0]]),

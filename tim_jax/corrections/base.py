@@ -109,10 +109,11 @@ class Correction(optax.GradientTransformationExtraArgs):
 
     def __new__(cls, blocks: tuple[Block, ...]) -> "Correction":
         def init(params):
+            params = jax.tree.map(_widened_leaf, params)
             return tuple(block.transform.init(params) for block in blocks)
 
         def update(updates, state, params=None, **extra):
-            states = []
+            updates, states = jax.tree.map(_widened_leaf, updates), []
             for block, block_state in zip(blocks, state, strict=True):
                 updates, block_state = block.transform.update(updates, block_state, params, **extra)
                 states.append(block_state)
@@ -137,6 +138,11 @@ class Correction(optax.GradientTransformationExtraArgs):
     def effects(self) -> frozenset[Effect]:
         """What its blocks do to tokens."""
         return frozenset(block.effect for block in self.blocks)
+
+
+def _widened_leaf(leaf: Any) -> jax.Array:
+    """A mask as numbers: in its own dtype a scheduled bound, which takes it, would be 0 or True."""
+    return widened(leaf)[0]
 
 
 def _with_bounds(block: Block) -> str:
