@@ -258,6 +258,49 @@ def test_shard_map_gives_the_bits_of_one_device(devices, unit):
     assert_same_bits(jax.jit(split)(arrays), whole)
 
 
+def by_shard_map(step, mesh):
+    rows, all_of_it = PartitionSpec("data"), PartitionSpec()
+    return jax.shard_map(step, mesh=mesh, in_specs=(rows, all_of_it), out_specs=(rows, all_of_it))
+
+
+def by_halves(wrap):
+    """`wrap(step)` over two halves of the rows; what it gives, and the state of one of them."""
+
+    def whole(step, mesh):
+        split = wrap(step, axis_name="data", in_axes=(0, None))
+
+        def halves(arrays, state):
+            arrays = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), arrays)
+            found, states = split(arrays, state)
+            return found.reshape(-1, found.shape[-1]), jax.tree.map(lambda x: x[1], states)
+
+        return halves
+
+    return whole
+
+
+SPLITS = {"shard_map": by_shard_map, "pmap": by_halves(jax.pmap), "vmap": by_halves(jax.vmap)}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_running_mean_of_split_rows_is_that_of_the_whole_batch(split):
+    def step(axis_name):
+        running = corrections.normalise_by_running_mean(decay=0.5, axis_name=axis_name)
+        chain = corrections.chain(corrections.token_tis(), running)
+        return chain, lambda arrays, state: correct(chain, **arrays, state=state)[::2]
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    (chain, whole), (_, part) = step(None), step("data")
+    expected: Any = (None, chain.init(jnp.ones((1, 1))))
+    found = expected
+    for seed in (8, 9):
+        arrays = batch(seed, spread=1.0)
+        expected = whole(arrays, expected[1])
+        found = SPLITS[split](part, mesh)(arrays, found[1])
+        jax.tree.map(assert_same_bits, found, expected)
+    assert float(expected[1][1].mean) != 1.0
+
+
 @pytest.mark.parametrize("unit", ["token", "sequence"])
 @given(seed=st.integers(0, 10**6), spread=st.floats(0, 3))
 @settings(deadline=None, max_examples=20)

@@ -373,7 +373,11 @@ def normalise_by_running_mean(
         part = 1.0 - matching(decay, new)
         mean = jax.lax.stop_gradient(state.mean + part * (new - state.mean))
         empty = jnp.sum(_gathered(counts, axis_name), dtype=jnp.int32) == 0
-        return divided, RunningMeanState(jnp.where(empty | jnp.isnan(new), state.mean, mean))
+        mean = jnp.where(empty | jnp.isnan(new), state.mean, mean)
+        if axis_name is not None:
+            # Equal on every device already: so `shard_map` knows it too.
+            mean = jax.lax.pmax(mean, axis_name)
+        return divided, RunningMeanState(mean)
 
     name = "normalise_by_running_mean"
     block = Block(name, Transform(init, update), effect="scale", whole_batch=True)
