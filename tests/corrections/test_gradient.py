@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ CASES = {
 CASES["normalised"] = corrections.chain(CASES["token_tis"], corrections.normalise())
 CASES["wide"] = corrections.vexact(bound=0.05)
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "corrections.md"
+WHOLE_LOOP = DOCS.with_name("correct.md")
 
 ROWS, WIDTH, WORDS = 6, 7, 5
 
@@ -157,8 +159,8 @@ def test_exact_sequence_weights_make_the_gradient_unbiased():
     )
 
 
-def example() -> str:
-    found = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+def example(page=DOCS) -> str:
+    found = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert found is not None
     return found.group(1)
 
@@ -215,6 +217,48 @@ def test_the_example_of_the_docs_trains_a_policy_in_half_precision(monkeypatch):
     change = np.float32(names["params"]) - np.float32(params)
     assert np.all(np.isfinite(change))
     assert np.any(change != 0.0)
+
+
+def grad_with_loss(loss):
+    """`jax.grad(loss)`, but NaN if the loss is: a user sees both."""
+
+    def gradient(*given):
+        value, found = jax.value_and_grad(loss)(*given)
+        return found + 0.0 * value
+
+    return gradient
+
+
+# The columns that the mask leaves out; the last has infinite log-probs.
+OFF = {"last column": slice(-1, None), "all columns": slice(None)}
+
+
+@pytest.mark.parametrize("columns", OFF)
+def test_the_example_takes_infinity_off_the_mask_and_an_empty_batch(columns, monkeypatch):
+    params, batch = problem(3, spread=1e-4)
+    batch["mask"] = jnp.ones((ROWS, WIDTH), bool).at[:, OFF[columns]].set(False)
+    names = {"params": params, "batches": [batch] * 2}
+    names["policy"] = lambda *given: policy(*given).at[:, -1].set(-jnp.inf)
+    monkeypatch.setattr(jax, "grad", grad_with_loss)
+    with jax.numpy_dtype_promotion("standard"):
+        exec(compile(example(), str(DOCS), "exec"), names)
+    assert bool(jnp.all(jnp.isfinite(names["params"])))
+
+
+@pytest.mark.parametrize("columns", OFF)
+def test_the_whole_loop_takes_infinity_off_the_mask_and_an_empty_batch(columns, monkeypatch):
+    code, _ = example(WHOLE_LOOP).split("\nlogits = ")
+    mask = "jnp.ones((BATCH, LENGTH), bool)"
+    assert code.count(mask) == 1
+    code = code.replace(mask, f"{mask}.at[:, OFF].set(False)")
+    names: dict[str, Any] = {"OFF": OFF[columns]}
+    exec(compile(code, str(WHOLE_LOOP), "exec"), names)
+    finite, logits = names["token_log_probs"], jnp.zeros((names["LENGTH"], names["VOCABULARY"]))
+    names["token_log_probs"] = lambda *given: finite(*given).at[:, -1].set(-jnp.inf)
+    monkeypatch.setattr(jax, "grad", grad_with_loss)
+    with jax.numpy_dtype_promotion("standard"):
+        logits, _, _ = names["step"](logits, names["optimizer"].init(logits), jax.random.key(0))
+    assert bool(jnp.all(jnp.isfinite(logits)))
 
 
 def test_the_docs_name_every_recipe_and_block_and_their_configuration_builds():
