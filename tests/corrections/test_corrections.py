@@ -1,5 +1,7 @@
 """Identities that hold for every recipe, composition, state, and refusal of wrong construction."""
 
+import copy
+import dataclasses
 import functools
 import inspect
 import re
@@ -980,6 +982,34 @@ def test_chains_are_flat_and_a_chain_of_optax_is_one_transform():
     assert_same_bits(coefficients(by_optax, **arrays), coefficients(flat, **arrays))
     # An optax transform may hide anything: all tokens are kept, for nothing says otherwise.
     assert np.array_equal(np.asarray(correct(by_optax, **arrays).kept), np.asarray(arrays["mask"]))
+
+
+@dataclasses.dataclass
+class Settings:
+    correction: optax.GradientTransformation
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "asdict": lambda x: dataclasses.asdict(Settings(x))["correction"],
+    "tree map": lambda x: jax.tree.map(lambda leaf: leaf, x),
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_copy_of_a_correction_is_that_correction(kind):
+    for name in ("token_tis_veto", "none"):
+        copied = COPIES[kind](CASES[name])
+        assert (copied, repr(copied)) == (CASES[name], repr(CASES[name]))
+        assert_same_bits(coefficients(copied, **batch(5)), run(name, batch(5)))
+
+
+def test_a_correction_whose_functions_are_wrapped_is_a_weight_of_ones_own():
+    wrapped = jax.tree.map(jax.jit, CASES["token_tis_veto"])
+    assert isinstance(wrapped, corrections.Correction)
+    assert [(block.name, block.effect) for block in wrapped.blocks] == [(base.OWN, "weight")]
+    assert_same_bits(coefficients(wrapped, **batch(5)), run("token_tis_veto", batch(5)))
 
 
 def test_a_declaration_changes_what_is_said_and_not_what_is_done():

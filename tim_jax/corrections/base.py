@@ -23,10 +23,10 @@ Masks and rejections are no weights, so they go with every loss. A block that is
 current policy (`Block.reads`) reads pi / mu in every update, in recompute mode too.
 """
 
-import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial, wraps
 from itertools import combinations
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -107,20 +107,11 @@ class Correction(optax.GradientTransformationExtraArgs):
     def __repr__(self) -> str:
         return f"Correction({', '.join(map(_with_bounds, self.blocks))})"
 
-    def __new__(cls, blocks: tuple[Block, ...]) -> "Correction":
-        def init(params):
-            params = jax.tree.map(_widened_leaf, params)
-            return tuple(block.transform.init(params) for block in blocks)
-
-        def update(updates, state, params=None, **extra):
-            updates, states = jax.tree.map(_widened_leaf, updates), []
-            for block, block_state in zip(blocks, state, strict=True):
-                updates, block_state = block.transform.update(updates, block_state, params, **extra)
-                states.append(block_state)
-            return updates, tuple(states)
-
-        correction = super().__new__(cls, init, update)
-        correction.blocks = tuple(blocks)
+    def __new__(cls, *parts: Any) -> "Correction":
+        # Of its blocks; or of init and update, by which a named tuple is copied.
+        blocks = tuple(parts[0]) if len(parts) == 1 else _blocks_of(*parts)
+        correction = super().__new__(cls, partial(_init, blocks), partial(_update, blocks))
+        correction.blocks = blocks
         return correction
 
     def __eq__(self, other: object) -> bool:
@@ -138,6 +129,26 @@ class Correction(optax.GradientTransformationExtraArgs):
     def effects(self) -> frozenset[Effect]:
         """What its blocks do to tokens."""
         return frozenset(block.effect for block in self.blocks)
+
+
+def _init(blocks: tuple[Block, ...], params: Any) -> tuple[Any, ...]:
+    params = jax.tree.map(_widened_leaf, params)
+    return tuple(block.transform.init(params) for block in blocks)
+
+
+def _update(blocks: tuple[Block, ...], updates: Any, state: Any, params: Any = None, **extra: Any):
+    updates, states = jax.tree.map(_widened_leaf, updates), []
+    for block, block_state in zip(blocks, state, strict=True):
+        updates, block_state = block.transform.update(updates, block_state, params, **extra)
+        states.append(block_state)
+    return updates, tuple(states)
+
+
+def _blocks_of(init: Any, update: Any) -> tuple[Block, ...]:
+    """The blocks of a correction's two functions; other functions are one block of their own."""
+    if getattr(init, "func", None) is _init and getattr(update, "func", None) is _update:
+        return init.args[0]
+    return chain(Transform(init, update)).blocks
 
 
 def _widened_leaf(leaf: Any) -> jax.Array:
@@ -200,7 +211,7 @@ def scheduled(make: Callable[..., Correction], **arguments: Any) -> Correction:
     first = {name: x(0) if callable(x) else x for name, x in arguments.items()}
 
     def one(number: int, block: Block) -> Block:
-        @functools.wraps(make)
+        @wraps(make)
         def transform(*positional, **named):
             return make(*positional, **named).blocks[number].transform
 
