@@ -393,7 +393,7 @@ def gradients_of_a_norm(numerics):
 def test_a_run_on_a_mesh_is_audited_on_one_device():
     """Of which there may be no more; the numerics are those of the run."""
     run = toml.load(None, ["placement={fsdp = 8, tensor = 2}"])
-    alone = measuring._on_one_device(run)
+    alone = assembly.on_one_device(run)
     assert alone.placement.value.single
     assert alone.column_tiles == run.column_tiles == 2
 

@@ -13,7 +13,7 @@ from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.run import grading, sources
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.study import gradient, measurement
+from tim_jax.instruments.study import definition, gradient, measurement
 from tim_jax.instruments.study.definition import GradientStudy
 from tim_jax.instruments.study.gradient import (
     BYPASS,
@@ -182,6 +182,64 @@ def test_a_source_that_the_model_cannot_have_is_refused_before_training(policy):
     configs = measurement.horizons(one, policy.config.model_dump(exclude_none=True))
     with pytest.raises(InputError, match="ranks = 3 must divide the model's num_heads"):
         measurement.check(one, configs)
+
+
+def checked(policy, changes, **of_study):
+    """What is done before a policy is trained, of a study whose base has these changes."""
+    run = definition.merged(policy.config.model_dump(exclude_none=True), {"learner": changes})
+    one = study(name="one", **of_study)
+    measurement.check(one, measurement.horizons(one, run))
+
+
+@pytest.mark.parametrize(
+    ("objective", "words"),
+    [
+        ({"preset": "grpo", "kl_coefficient": 0.04}, "kl_coefficient = 0.04: a measurement has no"),
+        ({"reward_kl_coefficient": 0.1}, "reward_kl_coefficient = 0.1: a measurement has no ref"),
+        ({"estimator": "remax"}, "estimator = 'remax': a measurement has neither greedy responses"),
+        (
+            {"estimator": "off_policy_baseline"},
+            "nor sizes of scores, and this needs one of them; take another",
+        ),
+        ({"loss": "kl_cov"}, "loss = 'kl_cov': a measurement has no updates, of which this loss"),
+    ],
+)
+def test_a_base_that_cannot_be_measured_is_refused_before_training(policy, objective, words):
+    with pytest.raises(InputError) as error:
+        checked(policy, {"objective": objective})
+    assert f"{error.value}".startswith("one: learner.objective.")
+    assert words in f"{error.value}"
+
+
+def test_the_default_objective_is_refused_by_the_key_that_mends_it(policy):
+    base = toml.load(None, ["eval.every=0"])
+    with pytest.raises(InputError, match=r"one: learner.objective.kl_coefficient = 0.04: .* to 0"):
+        measurement.check(study(name="one"), {"all": base})
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        (["token_tis", "token_tis"], "it would count twice"),
+        (["dppo"], "reads the policy of each update"),
+    ],
+)
+def test_a_remedy_that_cannot_be_measured_is_refused_before_training(policy, entries, words):
+    remedy = {"bad": {"corrections": [{"name": name} for name in entries]}}
+    with pytest.raises(InputError) as error:
+        checked(policy, {}, remedy=remedy)
+    assert f"{error.value}".startswith("remedy 'bad': ")
+    assert words in f"{error.value}"
+
+
+def test_a_policy_of_a_mesh_is_measured_on_one_device(policy):
+    meshed = policy.config.placement.__class__(fsdp=2, tensor=2)
+    config = policy.config.model_copy(update={"placement": meshed})
+    measurement.check(study(), {"all": config})
+    bench = measurement._bench(study(), policy, config)
+    assert bench.execution.placement.single
+    assert bench.execution.numerics.column_tiles == 2
+    Measuring(bench)  # it is laid out for the devices that it takes
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ def _of_run(source: str, *, prompts: int, samples: int, dtype: str | None) -> Be
     sampling = config.sampling
     _check_tokens(prompts, samples, sampling.max_prompt_length + sampling.longest)
     model = sources.make_model(config)
-    execution = assembly.make_execution(_on_one_device(config), model)
+    execution = assembly.make_execution(assembly.on_one_device(config), model)
     task = grading.make_task(config)
     try:
         # A run that holds nothing out is measured on what it trains on.
@@ -108,12 +108,6 @@ def _of_run(source: str, *, prompts: int, samples: int, dtype: str | None) -> Be
         raise InputError(f"audit: the run {source} has no checkpoint yet")
     older = partial(_checkpoint, source, config, model.params, steps)
     return Bench(source, execution, older(0), chosen, samples, older, config.seed)
-
-
-def _on_one_device(config: RunConfig) -> RunConfig:
-    """The config of the same numerics without its meshes, for which there may be no devices."""
-    numerics = config.numerics.model_copy(update={"column_tiles": config.column_tiles})
-    return config.model_copy(update={"numerics": numerics, "placement": type(config.placement)()})
 
 
 def _checkpoint(source: str, config: RunConfig, like: Any, steps: Sequence[int], updates: int):

@@ -73,6 +73,12 @@ def make_execution(
     return execution
 
 
+def on_one_device(config: RunConfig) -> RunConfig:
+    """The config of the same numerics without its meshes, for which there may be no devices."""
+    numerics = config.numerics.model_copy(update={"column_tiles": config.column_tiles})
+    return config.model_copy(update={"numerics": numerics, "placement": type(config.placement)()})
+
+
 def stop_tokens(config: RunConfig, model: Model) -> tuple[int, ...]:
     """The tokens that end a response of a run: those of its model and those of its config."""
     return tuple(sorted({*model.stop_tokens, *config.sampling.stop_tokens}))

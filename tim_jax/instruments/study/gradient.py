@@ -37,6 +37,28 @@ _SIGNS = {"positive": 1.0, "negative": -1.0}
 _PROJECTION = 0x9801  # the seed of its signs
 
 
+def make_learnings(
+    plain: Learning, remedies: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> dict[str, Learning]:
+    """Returns how each estimator makes a gradient of a batch, of how it is made in bypass mode.
+
+    Raises:
+        InputError: a remedy contradicts the objective, or reads the policy of each update.
+    """
+    found = {BYPASS: plain, RECOMPUTE: replace(plain, mode="recompute")}
+    for name, tables in remedies.items():
+        try:
+            found[name] = replace(found[RECOMPUTE], correction=corrections.build(tables))
+        except InputError as error:
+            raise InputError(f"remedy {name!r}: {error}") from error
+        if found[name].stages.update.blocks or found[name].needs_whole_update:
+            raise InputError(
+                f"remedy {name!r}: reads the policy of each update, of which a measurement at"
+                " fixed weights has none; leave it out"
+            )
+    return found
+
+
 @dataclass(frozen=True)
 class Bench:
     """A policy at fixed weights, and what is drawn from it.
@@ -82,16 +104,7 @@ class Bench:
     @cached_property
     def learnings(self) -> dict[str, Learning]:
         """How each estimator makes a gradient of a batch."""
-        plain = self.training.learning
-        found = {BYPASS: plain, RECOMPUTE: replace(plain, mode="recompute")}
-        for name, tables in self.remedies.items():
-            found[name] = replace(found[RECOMPUTE], correction=corrections.build(tables))
-            if found[name].stages.update.blocks or found[name].needs_whole_update:
-                raise InputError(
-                    f"remedy {name!r}: reads the policy of each update, of which a measurement at"
-                    " fixed weights has none; leave it out"
-                )
-        return found
+        return make_learnings(self.training.learning, self.remedies)
 
 
 class Batches(NamedTuple):

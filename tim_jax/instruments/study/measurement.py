@@ -30,8 +30,11 @@ from tim_jax.instruments.study.gradient import (
     Bench,
     Measuring,
     bound_constants,
+    make_learnings,
 )
 from tim_jax.model.execution import Execution
+from tim_jax.objectives import advantages
+from tim_jax.placement import SINGLE
 from tim_jax.rl.types import Learning
 
 
@@ -165,16 +168,51 @@ def horizons(study: GradientStudy, run: Mapping[str, Any]) -> dict[str, RunConfi
 
 
 def check(study: GradientStudy, configs: Mapping[str, RunConfig]) -> None:
-    """Raises InputError if a task cannot be made, or this model's sampler cannot have a source."""
+    """Refuses what cannot be measured before a policy is trained for it.
+
+    Raises:
+        InputError: an objective or a remedy that needs what a measurement does not have, a task
+            that cannot be made, or a source that this model's sampler cannot have.
+    """
     for config in configs.values():
-        if config.sampling.max_turns is not None:
-            raise InputError(
-                f"{study.name}: sampling.max_turns = {config.sampling.max_turns}: a measurement"
-                " draws responses of one turn; leave it out"
-            )
+        _check_base(study, config)
+        make_learnings(_make_learning(config), _remedies(study))
         grading.make_task(config).close()
         model = sources.make_model(config)
-        _check_sources(study, assembly.make_execution(config, model, devices=tuple(jax.devices())))
+        execution = assembly.make_execution(config, model, devices=tuple(jax.devices()))
+        _check_sources(study, replace(execution, placement=SINGLE))
+
+
+def _check_base(study: GradientStudy, config: RunConfig) -> None:
+    """Refuses what a run may have, and a measurement at fixed weights has not."""
+    objective = config.objective
+    estimator, loss = objective.estimator, objective.loss
+    lacks = advantages.needs(estimator) & {"greedy_rewards", "energies"}
+    no_reference = "has no reference policy; set it to 0"
+    refused = {
+        "sampling.max_turns": (
+            config.sampling.max_turns,
+            "draws responses of one turn; leave it out",
+        ),
+        "learner.objective.kl_coefficient": (objective.kl_coefficient, no_reference),
+        "learner.objective.reward_kl_coefficient": (objective.reward_kl_coefficient, no_reference),
+        "learner.objective.reject_before_advantages": (
+            objective.reject_before_advantages,
+            "takes gradients in bypass mode too, which cannot have it; leave it out",
+        ),
+        "learner.objective.estimator": (
+            lacks and estimator,
+            "has neither greedy responses nor sizes of scores, and this needs one of them; take"
+            " another estimator",
+        ),
+        "learner.objective.loss": (
+            objective.selects and loss,
+            "has no updates, of which this loss selects tokens; take another loss",
+        ),
+    }
+    for key, (value, rule) in refused.items():
+        if value:
+            raise InputError(f"{study.name}: {key} = {value!r}: a measurement {rule}")
 
 
 def _check_sources(study: GradientStudy, execution: Execution) -> None:
@@ -263,7 +301,11 @@ _RECORD = TypeAdapter(_Record)
 
 
 def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
-    """The first problems of the horizon's task, as many as a step of the run has prompts."""
+    """The first problems of the horizon's task, as many as a step of the run has prompts.
+
+    Gradients are taken on one device, whatever mesh the policy was trained on.
+    """
+    config = assembly.on_one_device(config)
     run = Path(policy.config.run.folder)
     # A horizon may have longer sequences than the run measured its tiles for.
     measured = None if study.horizon else run / "calibration.json"
@@ -271,14 +313,8 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
     task = grading.make_task(config)
     _check_sources(study, execution)
     examples = tuple(task.train[i] for i in range(config.learner.prompts_per_step))
-    section = config.learner
-    learning = Learning(
-        config.objective,
-        config.sampling.samples,
-        micro_batch=section.micro_batch,
-        remat=section.remat,
-    )
-    training = replace(assembly.make_training(config, execution), learning=learning)
+    training = assembly.make_training(config, execution)
+    training = replace(training, learning=_make_learning(config))
     return Bench(
         training=training,
         params=policy.params,
@@ -287,9 +323,24 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
         examples=examples,
         batches=study.batches,
         seed=config.seed,
-        remedies={name: one.corrections for name, one in study.remedy.items()},
+        remedies=_remedies(study),
         projected=study.projected,
     )
+
+
+def _make_learning(config: RunConfig) -> Learning:
+    """Returns how a gradient is made in bypass mode, without a correction."""
+    section = config.learner
+    return Learning(
+        config.objective,
+        config.sampling.samples,
+        micro_batch=section.micro_batch,
+        remat=section.remat,
+    )
+
+
+def _remedies(study: GradientStudy) -> dict[str, tuple[dict[str, Any], ...]]:
+    return {name: one.corrections for name, one in study.remedy.items()}
 
 
 def _record(exact: Batches, other: Batches) -> dict[str, Any]:
