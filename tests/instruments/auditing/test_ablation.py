@@ -4,17 +4,21 @@ import json
 from dataclasses import replace
 
 import dials
+import jax
 import numpy as np
 import pytest
 import tiny
 
-from tim_jax import mismatch
+from tim_jax import metrics, mismatch
 from tim_jax.app import cli
 from tim_jax.app.jobs import measuring
 from tim_jax.app.run import charts
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.auditing import ablation
+from tim_jax.instruments.auditing.cases import Score
+from tim_jax.instruments.auditing.running import learner_log_probs
 from tim_jax.model import calibration, hf
+from tim_jax.rl import programs
 
 DIAL = dials.dial(
     {"name": "log_prob_noise", "std": 0.01, "by": "probability"},
@@ -100,6 +104,20 @@ def test_short_numbers():
     short = ablation._short
     found = [short(x) for x in (0.0, 12345.0, 1.5e-5, 0.12345, 1e7 + 0.5, None)]
     assert found == ["0", "12,345", "1.50e-05", "0.1235", "1.00e+07", "not finite"]
+
+
+def test_weights_are_rounded_once_where_activations_are_too():
+    """A sampler is measured as a run has it; with these codes to round again is not the same."""
+    entry = {"name": "quantised_weights", "dtype": "int4", "codes": "full", "activations": "int8"}
+    dial, prompts, execution = dials.dial(entry), tiny.prompts(), dials.EXECUTION
+    weights, samples = tiny.weights(execution), tiny.GROUP
+    arms = [ablation.Arm("W4A8", dial)]
+    (found,) = ablation.ablate(weights, prompts, arms, execution=execution, samples=samples)
+    sample = programs.sampling_program(execution, samples=samples, mismatch=dial)
+    rollout = sample(weights, prompts, jax.random.key(0))
+    log_probs, _ = learner_log_probs(execution, Score())(weights, rollout)
+    expected = metrics.mismatch_metrics(log_probs, rollout.log_probs, rollout.mask)
+    assert found.metrics == pytest.approx({k: float(x) for k, x in expected.items()}, rel=1e-5)
 
 
 # --- refusals -----------------------------------------------------------------------------------

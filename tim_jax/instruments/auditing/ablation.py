@@ -141,9 +141,10 @@ def ablate(
             samplers[drawing] = programs.sampling_program(
                 execution, samples=samples, mismatch=drawing
             )
-        weights_drawn = jax.jit(arm.mismatch.weights)(source)
-        rollout = samplers[drawing](weights_drawn, prompts, key)
-        report = partial(dial.report, mismatch=arm.mismatch, samples=samples)
+        # The program edits weights and reports by its own entries.
+        rest = Mismatch(tuple(e for e in arm.mismatch.active if not e.draws))
+        rollout = samplers[drawing](jax.jit(rest.weights)(source), prompts, key)
+        report = partial(dial.report, mismatch=rest, samples=samples)
         rollout = jax.jit(report)(rollout, prompts, key)
         log_probs, _ = learn(weights, replace(rollout, drawn_log_probs=None, hidden=None))
         yield _result(arm, rollout, compare(log_probs, rollout), execution)
