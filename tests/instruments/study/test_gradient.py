@@ -192,6 +192,20 @@ def checked(policy, changes, **of_study):
 
 
 @pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"refills": 2}, "one: learner.refills = 2: a measurement draws every batch once; set it"),
+        ({"routing": "replayed"}, "one: learner.routing = 'replayed': a measurement records no"),
+        ({"routing": "compared"}, 'records no experts; set it to "own"'),
+    ],
+)
+def test_what_a_measurement_would_not_heed_is_refused(policy, changes, words):
+    with pytest.raises(InputError) as error:
+        checked(policy, changes)
+    assert words in f"{error.value}"
+
+
+@pytest.mark.parametrize(
     ("objective", "words"),
     [
         ({"preset": "grpo", "kl_coefficient": 0.04}, "kl_coefficient = 0.04: a measurement has no"),

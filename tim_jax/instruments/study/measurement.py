@@ -33,7 +33,7 @@ from tim_jax.instruments.study.gradient import (
     make_learnings,
 )
 from tim_jax.model.execution import Execution
-from tim_jax.objectives import advantages
+from tim_jax.objectives import Objective, advantages
 from tim_jax.placement import SINGLE
 from tim_jax.rl.types import Learning
 
@@ -185,34 +185,35 @@ def check(study: GradientStudy, configs: Mapping[str, RunConfig]) -> None:
 
 def _check_base(study: GradientStudy, config: RunConfig) -> None:
     """Refuses what a run may have, and a measurement at fixed weights has not."""
-    objective = config.objective
-    estimator, loss = objective.estimator, objective.loss
-    lacks = advantages.needs(estimator) & {"greedy_rewards", "energies"}
-    no_reference = "has no reference policy; set it to 0"
+    routing, turns = config.learner.routing, config.sampling.max_turns
     refused = {
-        "sampling.max_turns": (
-            config.sampling.max_turns,
-            "draws responses of one turn; leave it out",
-        ),
-        "learner.objective.kl_coefficient": (objective.kl_coefficient, no_reference),
-        "learner.objective.reward_kl_coefficient": (objective.reward_kl_coefficient, no_reference),
-        "learner.objective.reject_before_advantages": (
-            objective.reject_before_advantages,
-            "takes gradients in bypass mode too, which cannot have it; leave it out",
-        ),
-        "learner.objective.estimator": (
-            lacks and estimator,
-            "has neither greedy responses nor sizes of scores, and this needs one of them; take"
-            " another estimator",
-        ),
-        "learner.objective.loss": (
-            objective.selects and loss,
-            "has no updates, of which this loss selects tokens; take another loss",
-        ),
+        "sampling.max_turns": (turns, "draws responses of one turn; leave it out"),
+        "learner.routing": (routing != "own" and routing, 'records no experts; set it to "own"'),
+        "learner.refills": (config.learner.refills, "draws every batch once; set it to 0"),
     }
-    for key, (value, rule) in refused.items():
+    for key, (value, rule) in (refused | _refused_of_objective(config.objective)).items():
         if value:
             raise InputError(f"{study.name}: {key} = {value!r}: a measurement {rule}")
+
+
+def _refused_of_objective(objective: Objective) -> dict[str, tuple[Any, str]]:
+    """Key -> its value where it is refused, and what a measurement does or lacks."""
+    lacks = advantages.needs(objective.estimator) & {"greedy_rewards", "energies"}
+    no_reference = "has no reference policy; set it to 0"
+    both_modes = "takes gradients in bypass mode too, which cannot have it; leave it out"
+    no_updates = "has no updates, of which this loss selects tokens; take another loss"
+    no_input = (
+        "has neither greedy responses nor sizes of scores, and this needs one of them; take another"
+        " estimator"
+    )
+    refused = {
+        "kl_coefficient": (objective.kl_coefficient, no_reference),
+        "reward_kl_coefficient": (objective.reward_kl_coefficient, no_reference),
+        "reject_before_advantages": (objective.reject_before_advantages, both_modes),
+        "estimator": (lacks and objective.estimator, no_input),
+        "loss": (objective.selects and objective.loss, no_updates),
+    }
+    return {f"learner.objective.{name}": of for name, of in refused.items()}
 
 
 def _check_sources(study: GradientStudy, execution: Execution) -> None:
