@@ -180,6 +180,22 @@ def test_a_scale_per_tensor_is_one_in_column_tiles_too():
     assert tiny.bits(found) == tiny.bits(entry.rounded(matrix))
 
 
+@pytest.mark.parametrize("per", ["matrix", "tensor"])
+def test_a_projection_that_is_kept_by_head_has_one_scale(per):
+    """Latent attention's kv_b_proj, which is one matrix to who quantises a checkpoint."""
+    config = next(config for config in PRESETS.values() if config.latent)
+    execution = Execution(config, tiny.NUMERICS)
+    weights = execution.prepare(jax.tree.map(jnp.asarray, random_params(config, 0)))
+    entry = dials.entry("quantised_weights", dtype="int8", per=per)
+    before, after = weights["layers"], entry.weights(weights)["layers"]
+    for layer in range(len(before["k_up"])):
+        both = [np.asarray(before[name][layer]) for name in ("k_up", "v_up")]
+        scale = max(np.abs(x).max() for x in both) / 127
+        for name, matrix in zip(("k_up", "v_up"), both, strict=True):
+            found, expected = np.asarray(after[name][layer]), np.rint(matrix / scale) * scale
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_every_expert_is_quantised_and_the_router_is_not():
     execution = Execution(PRESETS["qwen3-moe-awkward"], tiny.NUMERICS)
     weights = execution.prepare(jax.tree.map(jnp.asarray, random_params(execution.config, 0)))

@@ -1,6 +1,7 @@
 """Entries that give the sampler other weights than the learner's."""
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Literal
 
 import jax
@@ -96,7 +97,8 @@ class QuantisedWeights(Entry):
             matrix = layers[row.name]
             matrix = jnp.swapaxes(matrix, -1, -2) if row.turned else matrix
             parts = jnp.split(matrix, self._ends(row, layers), axis=-1)
-            matrix = jnp.concatenate([self.rounded(x, tiled=tiled) for x in parts], axis=-1)
+            how: dict[str, Any] = {"tiled": tiled, "largest": self._largest(row, layers)}
+            matrix = jnp.concatenate([self.rounded(x, **how) for x in parts], axis=-1)
             rounded[row.name] = jnp.swapaxes(matrix, -1, -2) if row.turned else matrix
         return layers | rounded
 
@@ -111,14 +113,28 @@ class QuantisedWeights(Entry):
         query = layers["o"].shape[-2] // tiles
         return [query, (query + columns) // 2]
 
-    def rounded(self, matrix: jax.Array, *, tiled: bool = False) -> jax.Array:
-        """Matrices [..., in, out], or in column tiles [..., T, in, out / T], in their own dtype."""
+    def _largest(self, row: Joined, layers: dict[str, Any]) -> jax.Array | None:
+        """f32[L, 1, 1, 1], of a matrix that is kept by head and in two parts; None of others."""
+        own = [x.name for x in _MATRICES if x.parts == row.parts and x.name in layers]
+        if self.per == "channel" or len(own) == 1:
+            return None
+        wide = (jnp.abs(layers[name].astype(jnp.float32)) for name in own)
+        return reduce(jnp.maximum, (jnp.max(x, axis=(-3, -2, -1), keepdims=True) for x in wide))
+
+    def rounded(
+        self, matrix: jax.Array, *, tiled: bool = False, largest: jax.Array | None = None
+    ) -> jax.Array:
+        """Matrices [..., in, out], or in column tiles [..., T, in, out / T], in their own dtype.
+
+        `largest`: the elements that the scales are of; None: those of these matrices.
+        """
         wide = matrix.astype(jnp.float32)
         if self.group:
             wide = wide.reshape(*wide.shape[:-2], -1, self.group, wide.shape[-1])
         whole = (-3, -2, -1) if tiled else (-2, -1)
         axes = (-2,) if self.per == "channel" else whole
-        largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+        if largest is None:
+            largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
         full = self.codes == "full"
         scaled = cache.scaled(wide, self.dtype, largest=largest, fence=tiles.fence, full=full)
         return scaled.reshape(matrix.shape).astype(matrix.dtype)
