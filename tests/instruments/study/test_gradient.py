@@ -23,7 +23,7 @@ from tim_jax.instruments.study.gradient import (
     project,
 )
 from tim_jax.instruments.study.measurement import Trained
-from tim_jax.model import calibration
+from tim_jax.model import adapters, calibration
 from tim_jax.policy import scoring
 from tim_jax.rl import drawing, programs
 from tim_jax.tasks.base import Grade
@@ -268,6 +268,28 @@ def test_the_constants_of_the_theorem(measuring, monkeypatch):
     assert "bound" not in bound_constants(measuring, mismatch.build([REPORT]), states=3)
     same = bound_constants(measuring, mismatch.EXACT, states=3)
     assert same["variation_largest"] == same["bound"] == 0.0
+
+
+def test_the_score_of_adapters_is_by_these_alone():
+    """Also of those that change nothing yet, whose second factor is 0."""
+    lora = adapters.Lora(rank=2, alpha=4.0, targets=("o_proj",))
+    execution = replace(tiny.EXECUTION, lora=lora)
+    base, own = tiny.params(), adapters.init(tiny.CONFIG, lora, 0)
+    params, rollout = adapters.whole(own, base), tiny.rollout()
+    weights = execution.prepare(params)
+    (found,) = gradient.score_norms(weights, params, rollout, execution, states=1)
+
+    def log_prob(own):  # of the first state
+        change = lora.scale * own["o_proj"]["a"] @ own["o_proj"]["b"]
+        layers = base["layers"] | {"o": base["layers"]["o"] + change}
+        merged = tiny.EXECUTION.prepare(base | {"layers": layers})
+        first = jax.tree.map(lambda x: x[:1], rollout)
+        return scoring.score(merged, first, execution=tiny.EXECUTION).log_probs[0, 0]
+
+    leaves = jax.tree.leaves(jax.jit(jax.grad(log_prob))(own))
+    expected = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in leaves))
+    assert expected > 0
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

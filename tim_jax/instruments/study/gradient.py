@@ -358,19 +358,35 @@ def _distributions(weights: Weights, rollout: Rollout, execution: Execution) -> 
 def score_norms(
     weights: Weights, params: Any, rollout: Rollout, execution: Execution, *, states: int
 ) -> np.ndarray:
-    """f32[`states`], norms of the gradient of a token's log-prob, at states spread over a batch."""
+    """f32[`states`], norms of the gradient of a token's log-prob, at states spread over a batch.
+
+    The gradient is by what is trained: by the adapters alone, if there are some.
+    """
     at = np.argwhere(np.asarray(rollout.mask))
     chosen = at[np.linspace(0, len(at) - 1, min(states, len(at))).astype(int)]
 
-    def log_prob(params, row, column):
+    trained, prepare = _trained(weights, params, execution)
+
+    def log_prob(trained, row, column):
         one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), rollout)
-        scores = scoring.score(execution.prepare(params), one, execution=execution)
+        scores = scoring.score(prepare(trained), one, execution=execution)
         return scores.log_probs[0, column]
 
     def norm(place):
-        gradient = jax.grad(log_prob)(params, place[0], place[1])
+        gradient = jax.grad(log_prob)(trained, place[0], place[1])
         squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradient)]
         return jnp.sqrt(sum(squares, start=jnp.float32(0.0)))
 
     each = jit(lambda places: jax.lax.map(norm, places), execution.numerics)
     return np.asarray(each(jnp.asarray(chosen, jnp.int32)))
+
+
+def _trained(
+    weights: Weights, params: Any, execution: Execution
+) -> tuple[Any, Callable[[Any], Weights]]:
+    """What is trained, and how compute weights are made of it."""
+    own = adapters.of(params)
+    if own is None:
+        return params, execution.prepare
+    # Not by the rule of merging, whose derivative is 0 where an adapter changes nothing yet.
+    return own, lambda own: weights | {"layers": weights["layers"] | {adapters.ADAPTERS: own}}
