@@ -379,6 +379,19 @@ def brute_force(first, second):
     return np.mean([d >= found - 1e-12 for d in differences])
 
 
+def test_divisions_that_tie_in_decimals_are_counted():
+    """Outcomes far from 0 and near each other: rounding is not small beside a difference."""
+    first, second = [200.2, 200.2, 200.0, 200.0, 200.0], [200.2, 200.8, 200.6, 201.0, 200.6]
+    assert p_value(first, second, "permutation") == pytest.approx(6 / 252)
+
+
+def test_exchanges_that_tie_in_decimals_are_counted():
+    """Each pair differs by 0.1, one of five the other way: 2 (1 + 5) of 32 exchanges."""
+    first = [2000.1, 2000.3, 2000.7, 2000.6, 2000.8]
+    second = [2000.2, 2000.4, 2000.8, 2000.5, 2000.9]
+    assert p_value(first, second, "paired_permutation") == pytest.approx(12 / 32)
+
+
 OUTCOMES = st.lists(st.integers(0, 8).map(lambda n: n / 8), min_size=2, max_size=5)
 
 
