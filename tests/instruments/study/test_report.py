@@ -10,8 +10,9 @@ import pytest
 from study_files import FILE, stated, write_run
 
 from tim_jax.app import cli
+from tim_jax.app.config import toml
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.study import findings, report
+from tim_jax.instruments.study import findings, report, running
 from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE
 
 pytest.importorskip("altair")
@@ -250,3 +251,32 @@ def test_bad_folders_end_in_one_line(tmp_path, capsys, gradient_folder):
         line = capsys.readouterr().err
         assert rule in line
         assert line.count("\n") == 1
+
+
+def pinned_run(file):
+    """A run whose lengths rise 1.4 times after 60 steps, to the 8 tokens that are its longest."""
+    run = stated(file).runs[0]
+    lengths = 5.5 + np.random.default_rng(0).normal(0.0, 0.1, 60)
+    write_run(run, [*lengths, *[7.9] * 60], metric="response_length")
+    return run.folder
+
+
+def test_a_surge_to_the_longest_response_is_seen(file):
+    """By the run's own longest response, as its decay would see it."""
+    (run,) = running.read_runs(pinned_run(file))
+    assert abs(report.surge_step(run) - 61) <= 3
+
+
+@pytest.mark.parametrize(("updates", "expected"), [(1, 40), (2, 20)])
+def test_the_surge_is_the_one_that_the_decay_of_the_run_has_found(file, updates, expected):
+    """It counts updates, and the report steps."""
+    folder = pinned_run(file)
+    config = toml.load(folder / "config.toml", [f"learner.epochs={updates}"])
+    (folder / "config.toml").write_text(toml.dump(config))
+    (run,) = running.read_runs(folder)
+    for line in run.lines:
+        line["surge_step"] = 40 * (line["step"] >= 70)
+    assert report.surge_step(run) == expected
+    for line in run.lines:
+        line["surge_step"] = 0
+    assert report.surge_step(run) == 0

@@ -3,8 +3,10 @@
 import html
 import importlib
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tim_jax.app.config import toml
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common import pages
 from tim_jax.common.errors import InputError
@@ -128,15 +131,23 @@ def _lines_in_words(runs: Sequence[RunLines], controls: Sequence[str]) -> str:
 
 
 def surge_step(run: RunLines) -> int:
-    """The step of the first surge of a run's response lengths, 0 if there is none."""
+    """The step of the first surge of a run's response lengths, 0 if there is none.
+
+    It is the one that the run's own decay has found, if it looks for one.
+    """
     lengths = values(run.lines, "response_length").astype(np.float32)
-    return int(_scan(jnp.asarray(lengths))) if len(lengths) else 0
+    if not len(lengths):
+        return 0
+    config = toml.load(run.folder / "config.toml")
+    logged = values(run.lines, "surge_step")  # in updates
+    if len(logged):
+        return math.ceil(logged[-1] / config.updates_per_step)
+    return int(_scan(jnp.asarray(lengths), SurgeDetector(max_length=config.sampling.longest)))
 
 
-@jax.jit
-def _scan(lengths: jax.Array) -> jax.Array:
-    """The surge's step in f32[N] lengths; compiled once for all runs of N steps."""
-    detector = SurgeDetector()
+@partial(jax.jit, static_argnames="detector")
+def _scan(lengths: jax.Array, detector: SurgeDetector) -> jax.Array:
+    """The surge's step in f32[N] lengths; compiled once for all such runs of N steps."""
 
     def take(state, length):
         return detector.update(state, length), None
