@@ -324,6 +324,35 @@ def test_a_verdict_needs_every_seed(file):
     assert "no verdict yet: without an outcome of seeds 4" in second.line(one.study.test)
 
 
+def test_a_verdict_that_will_never_come_says_why(file):
+    """A run that ended as not finite has no outcome, unless the study states one."""
+    one = stated(file)
+    for run in one.runs:
+        write_run(run, [0.0, 0.1, 0.2])
+    bad = next(run for run in one.runs if run.arm == "fp8+none" and run.seed == 4)
+    bad.ended.write_text("{}")
+    first, second = (v.line(one.study.test) for v in verdicts(one))
+    assert first == (
+        "fp8+none against fp8+none+control: no verdict: fp8+none, seed 4: ended as not finite, for"
+        " which outcome.not_finite would give an outcome"
+    )
+    assert "no verdict" not in second
+
+    write_run(bad, [0.0, 0.1, "nan"], finished=False)  # it is finished already
+    bad.ended.unlink()
+    first = verdicts(one)[0].line(one.study.test)
+    assert "no verdict: fp8+none, seed 4: eval/reward not finite, for which outcome.not_f" in first
+
+
+def test_a_metric_that_no_run_has_is_named(file):
+    one = stated(file, FILE + '[outcome]\nmetric = "mismatch/k3"\n')
+    for run in one.runs:
+        write_run(run, [0.0, 0.1, 0.2], metric="mismatch/kl_k3")
+    first = verdicts(one)[0].line(one.study.test)
+    near = "no metric 'mismatch/k3'; did you mean 'mismatch/kl_k3'?"
+    assert f"no verdict: fp8+none, seeds 3, 4: {near}; fp8+none+control, seeds 3, 4: " in first
+
+
 def test_a_study_that_can_show_nothing_says_so_before_it_runs(file):
     def one(seeds):
         (folder := file.parent / str(seeds)).mkdir()

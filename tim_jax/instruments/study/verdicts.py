@@ -1,14 +1,15 @@
 """From runs to verdicts, by the rule that the study stated: outcomes, exact tests, Holm."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from typing import Any, cast
 
 import numpy as np
 from scipy import stats
 
+from tim_jax.common.errors import did_you_mean
 from tim_jax.instruments.study.definition import Outcome, Test
 from tim_jax.instruments.study.running import RunLines, Stated, read_runs, values
 
@@ -23,6 +24,7 @@ class Verdict:
     Attributes:
         first, second: outcomes of the seeds that both arms have finished, in the order of seeds.
         missing: seeds that one of them lacks; with any of them there is no p-value.
+        lost: which runs of these have ended without an outcome, and why; "" if none has.
         lead: above 0 if the arm is higher by the test's own statistic, not always a mean.
         p: two-sided, of this comparison alone; None without a test.
         corrected: after Holm's correction over all comparisons of the study, those without a
@@ -36,6 +38,7 @@ class Verdict:
     first: tuple[float, ...]
     second: tuple[float, ...]
     missing: tuple[int, ...] = ()
+    lost: str = ""
     lead: float = 0.0
     p: float | None = None
     corrected: float | None = None
@@ -52,6 +55,8 @@ class Verdict:
         if self.note:
             return f"{self.arm}: no verdict on mismatch: {self.note}"
         pair = f"{self.arm} against {self.against}"
+        if self.lost:
+            return f"{pair}: no verdict: {self.lost}"
         if self.missing or self.corrected is None:
             seeds = ", ".join(map(str, self.missing)) or "all"
             return f"{pair}: no verdict yet: without an outcome of seeds {seeds}"
@@ -82,6 +87,18 @@ def outcome(run: RunLines, rule: Outcome) -> float | None:
     return value if np.isfinite(value) else rule.not_finite
 
 
+def _why_lost(run: RunLines, rule: Outcome) -> str:
+    """Why a run that has ended has no outcome; "" if it has one, or has not ended."""
+    ended = run.note.startswith("ended")
+    if outcome(run, rule) is not None or not (ended or run.finished):
+        return ""
+    if not ended and not len(values(run.lines, rule.metric)):
+        known = {name for line in run.lines for name in line}
+        return f"no metric {rule.metric!r}{did_you_mean(rule.metric, known)}"
+    what = "ended as" if ended else rule.metric
+    return f"{what} not finite, for which outcome.not_finite would give an outcome"
+
+
 def outcomes(
     stated: Stated, runs: Sequence[RunLines] | None = None
 ) -> dict[tuple[str, int], float]:
@@ -94,8 +111,12 @@ def outcomes(
 
 def verdicts(stated: Stated, runs: Sequence[RunLines] | None = None) -> list[Verdict]:
     """Every divergent arm against its control, and the comparisons that the study names."""
+    runs = read_runs(stated.folder) if runs is None else runs
     known = outcomes(stated, runs)
+    planned = zip(stated.runs, runs, strict=True)
+    lost = {(one.arm, one.seed): _why_lost(run, stated.study.outcome) for one, run in planned}
     compared = [_compare(stated, known, *pair) for pair in _pairs(stated)]
+    compared = [replace(v, lost=_say_lost(v, lost)) for v in compared]
     family = [v for v in compared if not v.note]
     # What is still open counts as if it found nothing: a difference that is shown stays so.
     corrected = iter(holm([1.0 if v.p is None else v.p for v in family]))
@@ -105,6 +126,16 @@ def verdicts(stated: Stated, runs: Sequence[RunLines] | None = None) -> list[Ver
         return replace(verdict, corrected=None if verdict.p is None else p, least=least)
 
     return [v if v.note else correct(v) for v in compared]
+
+
+def _say_lost(verdict: Verdict, lost: Mapping[tuple[str, int], str]) -> str:
+    """The runs of a comparison that have ended without an outcome, by arm and reason."""
+    seeds: dict[tuple[str, str], list[str]] = {}
+    for arm, seed in product((verdict.arm, verdict.against), verdict.missing):
+        if why := lost[arm, seed]:
+            seeds.setdefault((arm, why), []).append(f"{seed}")
+    numbered = {key: f"seed{'s' * (len(of) > 1)} {', '.join(of)}" for key, of in seeds.items()}
+    return "; ".join(f"{arm}, {of}: {why}" for (arm, why), of in numbered.items())
 
 
 def too_few_seeds(stated: Stated) -> str:
