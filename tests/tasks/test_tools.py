@@ -272,6 +272,13 @@ def test_python_has_limits_of_time_and_memory():
 
 
 @ISOLATES
+def test_python_imports_numpy_without_a_thread_for_each_core():
+    alone = "import resource; resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))"
+    ran = sandbox.run(f"{alone}\nimport numpy; print(numpy.arange(3).sum())")
+    assert (ran.output, ran.end) == ("3\n", "")
+
+
+@ISOLATES
 @pytest.mark.slow
 def test_python_has_limits_of_processes_and_files():
     assert "Resource temporarily" in sandbox.run("import os\nwhile True: os.fork()").output

@@ -39,6 +39,7 @@ from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import shown
 from tim_jax.tasks.base import ERROR, TIMEOUT, Fault, Grade
+from tim_jax.tasks.sandbox import ONE_THREAD
 from tim_jax.tasks.worker import ALL, HEAD
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -53,7 +54,6 @@ STARTS = 3  # attempts in a row before a worker that dies while starting is give
 
 # Sets of strings in one order, so that every worker gives one answer.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 Calls = tuple[Sequence[Any], Sequence[str]]  # prompts, completions
 

@@ -40,7 +40,9 @@ CLOCK_EXTRA = 5.0  # seconds by the clock beyond the CPU's
 REFUSED = 120  # exit code of this script where namespaces cannot be made
 
 SCRIPT = Path(__file__)
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONHASHSEED": "0"}
+# A library would start a thread for each of the machine's cores.
+ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONHASHSEED": "0", **ONE_THREAD}
 PACKAGES = sysconfig.get_path("purelib")  # the code may import what is installed here
 
 
