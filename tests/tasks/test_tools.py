@@ -4,6 +4,7 @@ import ast
 import asyncio
 import json
 import random
+import threading
 from fractions import Fraction
 
 import numpy as np
@@ -14,7 +15,7 @@ from tim_jax.tasks import sandbox
 from tim_jax.tasks.base import state_of
 from tim_jax.tasks.bridges import Bridge
 from tim_jax.tasks.builtin import ALPHABET, builtin_task
-from tim_jax.tasks.environments import Here
+from tim_jax.tasks.environments import TOGETHER, Here
 from tim_jax.tasks.episodes import Completion, Turn
 from tim_jax.tasks.text import character_tokenizer
 from tim_jax.tasks.tools import Call, calculator, python, read_calls, tools
@@ -297,6 +298,17 @@ def test_python_is_a_tool():
     assert results(environment, call("python", code="print(6 * 7)")) == ["42"]
     [said] = results(environment, call("python", code="1 / 0"))
     assert said.endswith("ZeroDivisionError: division by zero\nit ended with exit status 1")
+
+
+def test_programs_of_all_turns_run_at_once(monkeypatch):
+    together = threading.Barrier(TOGETHER)
+    monkeypatch.setattr(sandbox, "check", lambda: "")
+    monkeypatch.setattr(sandbox, "run", lambda code: sandbox.Ran(f"{together.wait(10) >= 0}"))
+    environment = Here(tools([python], reward=right))
+    said = say(call("python", code="print(1)"))
+    turns = [Turn(0, i, 0, said, "3", np.zeros(2, np.uint32)) for i in range(TOGETHER)]
+    contents = [answer.content for _, answer in environment.answers(turns)]
+    assert [message["content"] for [message] in contents] == ["True"] * TOGETHER
 
 
 def test_python_is_refused_where_it_cannot_be_isolated(monkeypatch):

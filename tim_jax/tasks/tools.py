@@ -25,6 +25,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from tim_jax.common.errors import InputError, check_choice, did_you_mean
 from tim_jax.tasks import sandbox
 from tim_jax.tasks.base import first_line
 from tim_jax.tasks.custom import described
+from tim_jax.tasks.environments import TOGETHER
 from tim_jax.tasks.episodes import Completion, Message, Reply
 
 MOST_CHARACTERS = 4000  # of a result
@@ -235,11 +237,15 @@ def _bounded(value: Any) -> int | float:
     return value
 
 
+# As many as a process waits for turns at once, so that no turn waits for the programs of others.
+_THREADS = ThreadPoolExecutor(TOGETHER, "python-tool")
+
+
 async def python(code: str) -> str:
     """Runs a Python program and returns what it prints. It has no network and no other files.
 
     Args:
         code: The program.
     """
-    ran = await asyncio.to_thread(sandbox.run, code)
+    ran = await asyncio.get_running_loop().run_in_executor(_THREADS, sandbox.run, code)
     return "\n".join(part for part in (ran.output.rstrip("\n"), ran.end) if part)
