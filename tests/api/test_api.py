@@ -898,6 +898,17 @@ def test_a_template_that_rewrites_history_is_refused_unless_somebody_says_what_t
         tim.Turns(history="drop")  # pyright: ignore[reportArgumentType]
 
 
+def test_a_respond_that_fails_in_all_episodes_of_the_first_step_is_an_error(model):
+    few = {"samples": 2, "prompts_per_step": 1, "max_turns": 2, "max_tokens": 4}
+    steps = tim.grpo(model, PAIRS, respond=lambda state, said: {}["key"], steps=1, **few)
+    with pytest.raises(InputError) as caught:
+        next(steps)
+    assert f"{caught.value}" == (
+        "grpo: respond failed in all 2 episodes of step 1, the first time by raised: KeyError:"
+        " 'key'"
+    )
+
+
 def test_grpo_is_small():
     assert len(BY_NAME) <= 14
 

@@ -664,12 +664,13 @@ class Notes(list):
     note = list.append
 
 
-def watched(*steps):
-    """The notes about steps of (without signal, rewards)."""
+def watched(*steps, **metrics):
+    """The notes about steps of (without signal, rewards), with more metrics."""
     watch, notes, nothing = RewardWatch(), cast(Any, Notes()), cast(Any, None)
     for number, (without, rewards) in enumerate(steps, 1):
         samples = [Sample("p", "c", "a", reward) for reward in rewards]
-        step = Step(number, nothing, nothing, {"without_signal": without}, {}, samples)
+        metrics |= {"without_signal": without}
+        step = Step(number, nothing, nothing, dict(metrics), {}, samples)
         watch.add(step, notes)
     watch.sum_up(notes)
     return notes
@@ -683,6 +684,17 @@ def test_steps_without_signal_are_said_once_and_counted():
     assert last == "2 of 3 steps taught nothing"
     first, last = watched((1.0, [0.5, 0.5]), (1.0, [0.5, 0.5]))
     assert last.startswith("warning: all completions of 2 steps had the same reward, 0.5")
+
+
+def test_a_step_whose_episodes_all_fail_is_said_once():
+    differ = 0.0, [0.0, 1.0]  # a turn before the failure had a reward
+    failures = "environment/failures"
+    [line] = watched(differ, differ, **{failures: 2.0})
+    assert line == "step 1: the environment failed in all 2 episodes; failures.jsonl says why"
+    assert watched(differ, **{failures: 1.0}) == []
+    refilled = {"refill/rounds": 1.0}
+    assert watched(differ, **{failures: 2.0}, **refilled) == []
+    assert watched(differ, **{failures: 4.0}, **refilled) == [line]
 
 
 # Whatever a command raises -> its status and the last line.

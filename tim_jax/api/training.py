@@ -24,6 +24,7 @@ from tim_jax.rl.programs import Programs
 from tim_jax.rl.rules import Turns
 from tim_jax.rl.training import FIELDS, Training
 from tim_jax.tasks.base import Task
+from tim_jax.tasks.episodes import Environment, Noted
 
 IN_TRAINING = {
     **{
@@ -103,7 +104,8 @@ def grpo(
 
     Raises:
       InputError: an argument that is wrong or does not go with the others; from a step, a reward
-        that raises or is no finite number.
+        that raises or is no finite number; from the first step, a `respond` that fails in all
+        episodes.
       MismatchError: from a step, see `Training.exact`.
       NonFiniteError: from a step, after five updates in a row that were not finite.
     """
@@ -267,10 +269,23 @@ def named(who: str) -> Iterator[None]:
 
 
 def _steps(
-    model: Model, task: Task, text: Text, built: Programs, *, seed: int, **how: Any
+    model: Model,
+    task: Task,
+    text: Text,
+    built: Programs,
+    *,
+    seed: int,
+    environment: Environment | None,
+    **how: Any,
 ) -> Iterator[Step]:
     state, started = start(model, built, seed)
     how |= {"programs": built, "reference": started.reference, "base": started.base}
-    for step in loop.train(state, task, text, seed=seed, **how):
+    noted = None if environment is None else Noted(environment)
+    for step in loop.train(state, task, text, seed=seed, environment=noted, **how):
+        if noted and step.number == 1 and drawing.all_failed(step.metrics, len(step.samples)):
+            raise InputError(
+                f"grpo: respond failed in all {len(step.samples)} episodes of step 1, the first"
+                f" time by {noted.failure}"
+            )
         seen = step.number, step.metrics, step.timing, step.samples
         yield Step(*seen, step.state, step.weights, started)

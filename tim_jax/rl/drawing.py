@@ -383,6 +383,12 @@ def environment_faults(failed: np.ndarray) -> dict[str, float]:
     return {"environment/failures": float(failed.sum())}
 
 
+def all_failed(metrics: Mapping[str, float], episodes: int) -> bool:
+    """Whether the environment failed in all `episodes` of a step, and in all those of refills."""
+    drawn = episodes * (1.0 + metrics.get("refill/rounds", 0.0))
+    return metrics.get("environment/failures") == drawn
+
+
 def _of_episodes(sampling: _Sampling, played: Played, text: Text) -> Drawn:
     samples = of_episodes(sampling.examples, played, text)
     seconds = {"sampling": sampling.seconds - played.seconds, "grading": played.seconds}

@@ -162,6 +162,24 @@ def failed(state: Any, kind: Failure, what: str) -> Answer:
     return Answer(state, done=True, failure=f"{kind}: {what}")
 
 
+class Noted:
+    """An environment whose first failure is kept.
+
+    Attributes:
+      failure: it, as of `Outcome`; None if there was none.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self.failure: str | None = None
+        self._environment = environment
+
+    def outcomes(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Outcome]]:
+        """Yields outcomes as the environment does."""
+        for index, outcome in self._environment.outcomes(turns):
+            self.failure = self.failure or outcome.failure
+            yield index, outcome
+
+
 @dataclass(frozen=True)
 class Recorded:
     """An environment whose failures are written down, and repeated where they are known.

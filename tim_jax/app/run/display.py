@@ -25,7 +25,7 @@ from rich.text import Text
 from tim_jax.app.run.loggers import scalars
 from tim_jax.common import errors
 from tim_jax.common.errors import InputError
-from tim_jax.rl.drawing import Sample
+from tim_jax.rl.drawing import Sample, all_failed
 from tim_jax.rl.loop import Step
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -313,10 +313,14 @@ def _count(values: Mapping[str, float], name: str) -> int:
 
 @dataclass
 class RewardWatch:
-    """Counts the steps whose rewards teach nothing, and says so."""
+    """Counts the steps whose rewards teach nothing, and says so.
+
+    It says too if an environment fails in all episodes of a step, the first time.
+    """
 
     steps: int = 0
     without: int = 0
+    failed: bool = False
     rewards: set[float] = field(default_factory=set)  # two of those seen at most
 
     def add(self, step: Step, display: Display) -> None:
@@ -325,6 +329,12 @@ class RewardWatch:
         for sample in step.samples:
             if len(self.rewards) < 2:
                 self.rewards.add(sample.reward)
+        if not self.failed and all_failed(step.metrics, len(step.samples)):
+            self.failed = True
+            display.note(
+                f"step {step.number}: the environment failed in all {len(step.samples)} episodes;"
+                " failures.jsonl says why"
+            )
         if step.metrics["without_signal"]:
             self.without += 1
             if self.without == 1:
