@@ -10,8 +10,10 @@ from bpe import tokenizer
 from tim_jax.common.errors import InputError
 from tim_jax.tasks.bridges import Bridge, Bridged
 from tim_jax.tasks.builtin import ALPHABET
+from tim_jax.tasks.environments import Here
 from tim_jax.tasks.episodes import Answer, Completion, Turn
 from tim_jax.tasks.text import character_tokenizer
+from tim_jax.tasks.tools import calculator, tools
 
 CHATML = """{%- for m in messages -%}
 {{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
@@ -329,10 +331,50 @@ def test_a_template_may_write_a_result_as_json(filter, content):
     assert rows[0][-len(tokens) :] == tokens.tolist()
 
 
+# What templates write for a call. Mistral's takes the arguments as text.
+HERMES = """{{ '<tool_call>\n' + f|tojson + '\n</tool_call>' }}"""
+LLAMA = """{{ '{"name": "' + f.name + '", "parameters": ' + f.arguments|tojson + '}' }}"""
+MISTRAL = """{{ '[TOOL_CALLS]' + f.name + '[ARGS]' + f.arguments }}"""
+CODER = """{{ '<tool_call>\n<function=' + f.name + '>' }}{% for k, v in f.arguments|items %}
+{{ '<parameter=' + k + '>\n' + v + '\n</parameter>' }}{% endfor %}</function>\n</tool_call>"""
+
+
+def calling(template):
+    """A template that writes calls so, and its environment in tokens."""
+    call = "{% for c in m.tool_calls %}{% set f = c.function %}" + template + "{% endfor %}"
+    body = "{% if m.tool_calls %}" + call + "{% else %}{{ m.content }}{% endif %}"
+    written = body.join(["{{ '<|im_start|>' + m.role + '\n' }}", "{{ '<|im_end|>\n' }}"])
+    whole = CHATML.replace(
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}", written
+    )
+    assert whole != CHATML
+    return Bridged(Here(tools([calculator], reward=lambda *_: 1.0)), bridge(whole))
+
+
+@pytest.mark.parametrize("template", [HERMES, LLAMA, ""])
+def test_templates_whose_calls_are_read_or_that_know_none(template):
+    calling(template)
+    Bridged(Here(tools([calculator], reward=lambda *_: 1.0)), bridge(CHATML))
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (MISTRAL, r"'\[TOOL_CALLS\]name_of_a_tool\[ARGS\]"),
+        (CODER, "'<tool_call>.*<function=name_of"),
+    ],
+)
+def test_a_template_whose_calls_would_not_be_read_is_refused(template, said):
+    with pytest.raises(InputError, match=f"the chat template writes a call as {said}") as caught:
+        calling(template)
+    assert "set tokenizer.response_template, or write a respond of your own" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 class Says:
     """An environment that says what it is told to."""
 
-    roles, tools = ("user",), ()
+    roles, tools, reads_calls = ("user",), (), False
 
     def __init__(self, *said):
         self.said = said

@@ -109,6 +109,19 @@ def test_a_bad_call_is_told_its_error(text, error):
     assert error in said
 
 
+def test_a_turn_that_is_a_call_of_llama_s_is_read():
+    called = '{"type": "function", "name": "add", "parameters": {"a": 1}}'
+    assert read_calls(say(f" {called}\n")) == [Call("add", {"a": 1})]
+    for text in (
+        f"I call {called}",
+        '{"name": "add", "parameters": 3}',
+        "[1]",
+        "9" * 9999,
+        "[" * 9999,
+    ):
+        assert read_calls(say(text)) == []
+
+
 def test_calls_in_thoughts_are_none():
     assert read_calls(say(f"<think>{call('add', a=1)}</think> 3")) == []
     assert read_calls(say(f"<think>?</think>{call('add', a=1)}")) == [Call("add", {"a": 1})]
@@ -307,8 +320,8 @@ def test_programs_of_all_turns_run_at_once(monkeypatch):
     environment = Here(tools([python], reward=right))
     said = say(call("python", code="print(1)"))
     turns = [Turn(0, i, 0, said, "3", np.zeros(2, np.uint32)) for i in range(TOGETHER)]
-    contents = [answer.content for _, answer in environment.answers(turns)]
-    assert [message["content"] for [message] in contents] == ["True"] * TOGETHER
+    ran = {"role": "tool", "name": "python", "content": "True"}
+    assert [answer.content for _, answer in environment.answers(turns)] == [[ran]] * TOGETHER
 
 
 def test_python_is_refused_where_it_cannot_be_isolated(monkeypatch):

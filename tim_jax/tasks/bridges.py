@@ -49,11 +49,13 @@ from tim_jax.tasks.episodes import (
     failed,
 )
 from tim_jax.tasks.text import encode_text, has_content, render_chat
+from tim_jax.tasks.tools import Call, read_calls
 
 KEPT = 4096  # replies whose bridges are kept
 ASKED, SAID, AGAIN = "What is the first question?", "This is said.", "That is said again."
 SYSTEM = "What the system is told."
 THINKING = "<think>\nThis is thought.\n</think>\n\n"
+CALLED, GIVEN = "name_of_a_tool", {"argument": "value"}
 WHERE = "a reply"
 CUT = 'history = "cut" goes on in a new row there'
 WAYS_OUT = (
@@ -111,6 +113,27 @@ class Bridge:
         """
         if self.templated and roles:
             self._closing(tuple(roles))
+
+    def check_calls(self) -> None:
+        """Refuses a template that writes a call of a tool in a way that is not read.
+
+        Raises:
+          InputError: it does, and how.
+        """
+        if not self.templated or getattr(self.tokenizer, "response_template", None) is not None:
+            return
+        texts = []
+        for arguments in (GIVEN, json.dumps(GIVEN)):  # templates take one of them
+            with suppress(InputError):
+                texts.append(self._written_call(arguments))
+        told = [text for text in texts if CALLED in text]  # others know nothing of calls
+        read = [read_calls(Completion(text, np.zeros(0, np.int32), ended=True)) for text in told]
+        if told and [Call(CALLED, GIVEN)] not in read:
+            raise InputError(
+                f"tools: the chat template writes a call as {shown(told[0])}, which is not read"
+                " without a response template; set tokenizer.response_template, or write a"
+                " respond of your own that reads calls"
+            )
 
     def tokens(self, completion: Completion, content: Content) -> np.ndarray:
         """Returns what follows a completion up to the next turn of the policy, i32[n].
@@ -243,6 +266,17 @@ class Bridge:
     def _write(self, *chat: Message) -> str:
         return render_chat(self.tokenizer, [*chat], self.options, where=WHERE)
 
+    def _written_call(self, arguments: Any) -> str:
+        """The text of a turn that calls a tool, as a completion has it."""
+        function = {"name": CALLED, "arguments": arguments}
+        call = {"type": "function", "id": "123456789", "function": function}
+        text = self._write(_user(ASKED), {**_said(""), "tool_calls": [call]}).rpartition(ASKED)[2]
+        opening = self._write(_user(ASKED)).rpartition(ASKED)[2]
+        ids = encode_text(self.tokenizer, text.removeprefix(opening), where=WHERE)
+        ends = [i for i, token in enumerate(ids) if token in self.stop_tokens]
+        said = ids[: ends[0]] if ends else ids
+        return str(self.tokenizer.decode(said, skip_special_tokens=True))
+
     def _after(self, reply: Sequence[Message]) -> str:
         """What the template writes after a turn of the policy to which this is the reply."""
         text = self._write(_user(ASKED), _said(SAID), *reply)
@@ -317,7 +351,8 @@ class Bridged:
     """An environment in tokens: one that answers in text, and the bridge.
 
     Raises:
-      InputError: when made, if the template rewrites earlier turns.
+      InputError: when made, if the template rewrites earlier turns, or if tools are called and it
+        writes calls in a way that is not read.
     """
 
     source: Answering
@@ -325,6 +360,8 @@ class Bridged:
 
     def __post_init__(self) -> None:
         self.bridge.check(self.source.roles)
+        if self.source.reads_calls:
+            self.bridge.check_calls()
 
     def outcomes(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Outcome]]:
         """Yields (index in `turns`, outcome) for each, in the order in which they are there."""

@@ -25,7 +25,7 @@ from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -250,10 +250,18 @@ def _messages(items: Sequence[Any]) -> list[Mapping[str, Any]]:
     return messages
 
 
-def _declared(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """What a function declares by `roles` and `tools()`; without them it replies as a user."""
-    tools = getattr(function, "tools", tuple)
-    return tuple(getattr(function, "roles", ("user",))), tuple(tools())
+class Declared(NamedTuple):
+    """What a function declares; without saying so it replies as a user. See `Answering`."""
+
+    roles: tuple[str, ...]
+    tools: tuple[Any, ...]
+    reads_calls: bool
+
+
+def _declared(function: Callable[..., Any]) -> Declared:
+    """What a function declares by its attributes `roles`, `tools()` and `reads_calls`."""
+    roles, tools = getattr(function, "roles", ("user",)), getattr(function, "tools", tuple)
+    return Declared(tuple(roles), tuple(tools()), getattr(function, "reads_calls", False))
 
 
 @dataclass(frozen=True)
@@ -272,18 +280,23 @@ class Here:
         return Responder(self.respond)
 
     @cached_property
-    def _declared(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    def _declared(self) -> Declared:
         return _declared(self.respond)
 
     @property
     def roles(self) -> tuple[str, ...]:
         """See `episodes.Answering`."""
-        return self._declared[0]
+        return self._declared.roles
 
     @property
     def tools(self) -> tuple[Any, ...]:
         """See `episodes.Answering`."""
-        return self._declared[1]
+        return self._declared.tools
+
+    @property
+    def reads_calls(self) -> bool:
+        """See `episodes.Answering`."""
+        return self._declared.reads_calls
 
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
         """Yields (index in `turns`, answer) for each."""
@@ -298,8 +311,8 @@ class Guarded:
     has to be ended. Of a coroutine function, a process waits for `TOGETHER` turns at once.
 
     Attributes:
-      roles, tools: what the function declares by attributes `roles` and `tools()`, see
-        `episodes.Answering`.
+      roles, tools, reads_calls: what the function declares by attributes `roles`, `tools()` and
+        `reads_calls`, see `episodes.Answering`.
     """
 
     def __init__(
@@ -335,19 +348,21 @@ class Guarded:
                 f"environment {name!r}: its import ends its process: {error}"
             ) from None
         try:
-            self.roles, self.tools = self._declaration()
+            self.roles, self.tools, self.reads_calls = self._declaration()
         except BaseException:
             self._crowd.close()
             raise
         self._together = TOGETHER if self._crowd.about["asynchronous"] else 1
         self.close = self._crowd.close
 
-    def _declaration(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    def _declaration(self) -> Declared:
         [(_, outcome)] = self._crowd.stream([None], seconds=START_SECONDS)
-        found = outcome.value or {"error": f"declaring its tools: {outcome.fault} {outcome.detail}"}
+        found: Mapping[str, Any] = outcome.value or {
+            "error": f"declaring its tools: {outcome.fault} {outcome.detail}"
+        }
         if "error" in found:
             raise InputError(f"environment {self._name!r}: {found['error']}")
-        return tuple(found["roles"]), tuple(found["tools"])
+        return Declared(tuple(found["roles"]), tuple(found["tools"]), found["reads_calls"])
 
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
         """Yields (index in `turns`, answer) for each, in the order in which they are there."""
@@ -383,8 +398,7 @@ class TurnsHere:
 
     def _declared(self) -> Mapping[str, Any]:
         try:
-            roles, tools = _declared(self._function)
-            return {"roles": roles, "tools": tools}
+            return _declared(self._function)._asdict()
         except InputError as error:
             return {"error": str(error)}
 

@@ -144,6 +144,11 @@ class Answering(Protocol):
         """What its prompts declare, as JSON schemas."""
         ...
 
+    @property
+    def reads_calls(self) -> bool:
+        """Whether it reads calls of tools by `tools.read_calls`."""
+        ...
+
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
         """Yields (index in `turns`, answer) for each, in the order in which they are there."""
         ...

@@ -7,11 +7,15 @@
 
 A turn with calls is replied to with what the functions return, one message each. A turn without one
 is the answer, which is graded and ends the episode. Calls are what the tokenizer's response
-template reads in a completion; a tokenizer without one is taken to write as Hermes and Qwen do:
+template reads in a completion. Without one they are read as Hermes and Qwen2.5 or Qwen3 write them,
+or as Llama does, whose whole turn is one call. A chat template that writes them in another way is
+refused.
 
     <tool_call>
     {"name": "calculator", "arguments": {"expression": "12*7"}}
     </tool_call>
+
+    {"name": "calculator", "parameters": {"expression": "12*7"}}
 
 A bad call (no JSON, an unknown name, wrong arguments, a function that raises) gets the error as its
 reply, so that the policy can try again.
@@ -26,6 +30,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -94,7 +99,8 @@ def tools(
         raise InputError(f"tools: one of {', '.join(known)} returned what it has to wait for")
 
     respond = waiting if any(map(inspect.iscoroutinefunction, functions)) else plain
-    respond.__dict__.update(roles=(role,), tools=lambda: list(map(schema, functions)))
+    declared = {"roles": (role,), "tools": lambda: list(map(schema, functions))}
+    respond.__dict__.update(declared, reads_calls=True)
     return respond
 
 
@@ -158,7 +164,7 @@ def read_calls(completion: Completion) -> list[Call]:
     message = completion.message
     if message is None:
         text = completion.text.rpartition(_THOUGHT)[2]
-        return [_read_text(body, closed) for body, closed in _CALL.findall(text)]
+        return [_read_text(body, closed) for body, closed in _CALL.findall(text)] or _whole(text)
     if "error" in message:
         return [Call(error=f"the call cannot be read: {message['error']}")]
     return list(map(_read_value, message.get("tool_calls") or ()))
@@ -171,6 +177,15 @@ def _read_text(text: str, closed: str) -> Call:
         return _read_value(json.loads(text))
     except (ValueError, RecursionError) as error:
         return Call(error=f"the call is no JSON: {first_line(error)}")
+
+
+def _whole(text: str) -> list[Call]:
+    """The call that a text is as a whole, as Llama writes it; none if it is something else."""
+    with suppress(ValueError, RecursionError):
+        match json.loads(text):
+            case {"name": str(name), "parameters": {**arguments}}:
+                return [Call(name, arguments)]
+    return []
 
 
 def _read_value(value: Any) -> Call:
