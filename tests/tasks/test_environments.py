@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import pickle
 import re
 import time
@@ -153,6 +154,9 @@ def keyed(state, completion, key):
 
 async def waits(state, completion):
     text = completion.text
+    if text.startswith("/"):
+        open(*text.split())  # a named pipe: until another process opens its other end
+        return state, tim.Reply(text)
     if text == "swallows":
         while True:
             try:
@@ -337,6 +341,18 @@ def test_a_coroutine_that_holds_all_others_fails_alone(source, monkeypatch):
         failure = answers[index].failure
         assert failure is not None
         assert failure.startswith("time limit: no reply within 0.3 s")
+    assert re.search(r", in .*hostile_environment\.py, line \d+$", failure)  # where it blocks
+    environment.close()
+
+
+@pytest.mark.slow
+def test_turns_that_waited_beside_one_that_blocks_are_asked_again_side_by_side(source, monkeypatch):
+    monkeypatch.setattr(guard, "GRACE_SECONDS", 0.5)
+    pipe = source.parent / "pipe"
+    os.mkfifo(pipe)
+    environment = Guarded(f"{source}:waits", seconds=4.0, workers=2)
+    answers = dict(environment.answers([turn(f"{pipe} r"), turn(f"{pipe} w")]))
+    assert [answers[i].content for i in range(2)] == [f"{pipe} r", f"{pipe} w"]
     environment.close()
 
 

@@ -308,7 +308,8 @@ class Guarded:
 
     Each turn has `seconds` by the clock, from when a process begins with it. So a batch of n turns
     waits at most `seconds` times n / `workers`, rounded up, and some seconds for each process that
-    has to be ended. Of a coroutine function, a process waits for `TOGETHER` turns at once.
+    has to be ended. Of a coroutine function, a process waits for `TOGETHER` turns at once. If it
+    blocks they are asked again one by one, after one more limit.
 
     Attributes:
       roles, tools, reads_calls: what the function declares by attributes `roles`, `tools()` and

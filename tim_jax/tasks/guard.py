@@ -25,14 +25,14 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, BinaryIO
 
 from tim_jax.common import waiting
@@ -268,13 +268,19 @@ class Crowd(_Pool):
             handler watches the limit of each.
           seconds: in place of the usual limit.
         """
-        self._threads = self._threads or ThreadPoolExecutor(self.workers)
+        self._threads = threads = self._threads or ThreadPoolExecutor(self.workers)
         outcomes: SimpleQueue[tuple[int, Outcome] | BaseException] = SimpleQueue()
-        extra = GRACE_SECONDS / 2 if together > 1 else 0.0
+        limit = (seconds or self.seconds) + (GRACE_SECONDS / 2 if together > 1 else 0.0)
+        tasks: list[Future[None]] = []
+        left = Event()
+
+        def begin(part: dict[int, Any]) -> None:
+            if not left.is_set():
+                tasks.append(threads.submit(self._serve, limit, outcomes, begin, part))
+
         numbered = list(enumerate(bodies))
-        parts = [numbered[i : i + together] for i in range(0, len(numbered), together)]
-        serve = partial(self._serve, (seconds or self.seconds) + extra, outcomes)
-        tasks = [self._threads.submit(serve, dict(part)) for part in parts]
+        for start in range(0, len(numbered), together):
+            begin(dict(numbered[start : start + together]))
         try:
             for _ in bodies:
                 outcome = outcomes.get()
@@ -287,7 +293,8 @@ class Crowd(_Pool):
             self.close()
             raise
         finally:
-            for task in tasks:
+            left.set()
+            for task in tuple(tasks):
                 task.cancel()
 
     def close(self) -> None:
@@ -298,13 +305,19 @@ class Crowd(_Pool):
         else:
             self._stop(threads)
 
-    def _serve(self, seconds: float, outcomes: SimpleQueue, bodies: dict[int, Any]) -> None:
-        """Puts the outcomes of requests there, by number."""
+    def _serve(
+        self,
+        seconds: float,
+        outcomes: SimpleQueue,
+        begin: Callable[[dict[int, Any]], None],
+        bodies: dict[int, Any],
+    ) -> None:
+        """Puts the outcomes of requests there, by number; `begin` has others served."""
         try:
             end = self._ask(seconds, outcomes, bodies, fresh=False)
             if len(bodies) > 1:  # one of them ended the process: each has one of its own
                 for index in tuple(bodies):
-                    self._serve(seconds, outcomes, {index: bodies.pop(index)})
+                    begin({index: bodies.pop(index)})
             elif bodies and end.fault == ERROR:  # it may have been killed from outside
                 end = self._ask(seconds, outcomes, bodies, fresh=True)
             for index in bodies:
@@ -516,9 +529,13 @@ def _end(link: Connection, process: subprocess.Popen, notes: BinaryIO) -> None:
 
 
 def _innermost(stack: str) -> str:
-    """The first line of the main thread's stack that is no library's, as `, in FILE, line N`."""
-    own = [line.strip() for line in stack.rpartition("most recent call first")[2].splitlines()]
-    files = [line for line in own if line.startswith("File ")]
+    """The first line of the threads' stacks that is no library's, as `, in FILE, line N`.
+
+    The main thread's comes first. It stands last in what is written.
+    """
+    threads = reversed(stack.split("most recent call first")[1:])
+    lines = [line.strip() for thread in threads for line in thread.splitlines()]
+    files = [line for line in lines if line.startswith("File ")]
     inside = [line for line in files if "lib/python" not in line and PACKAGE not in line]
     if not files:
         return ""
