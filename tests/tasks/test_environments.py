@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import time
 from collections import Counter
 from typing import Any, get_args
@@ -523,3 +524,14 @@ def test_failures_are_repeated_on_resume(tmp_path):
     dict(Recorded(Fails(), path).outcomes(other))
     known = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
     assert [entry["turn"][-1] for entry in known] == ["1", "3", "7"]
+
+
+def test_failures_that_cannot_be_written_are_an_error_in_one_line(tmp_path):
+    recorded = Recorded(Fails(), tmp_path / "failures.jsonl")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(InputError, match=r"cannot write .*/failures\.jsonl: File too large"):
+            list(recorded.outcomes([turn("a", key=(5, 1))]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

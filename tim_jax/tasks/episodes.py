@@ -33,6 +33,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from tim_jax.common.errors import writing
+
 Message = Mapping[str, Any]  # with role and content, as chat templates take it
 Content = str | Sequence[Message] | Sequence[int] | np.ndarray
 Failure = Literal["time limit", "crash", "raised", "reply"]
@@ -200,7 +202,11 @@ class Recorded:
     path: Path
 
     def outcomes(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Outcome]]:
-        """Yields outcomes as the environment does, those that are known first."""
+        """Yields outcomes as the environment does, those that are known first.
+
+        Raises:
+          InputError: a failure cannot be written down.
+        """
         known = self._known()
         asked = []
         for index, turn in enumerate(turns):
@@ -224,7 +230,7 @@ class Recorded:
         return known
 
     def _keep(self, turn: str, failure: str) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(f"\n{json.dumps({'turn': turn, 'failure': failure})}\n")
             file.flush()
             os.fsync(file.fileno())
