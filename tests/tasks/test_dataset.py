@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tim_jax.common.errors import InputError
 from tim_jax.tasks.base import Grade, Message
-from tim_jax.tasks.dataset import DatasetSource, dataset_task, read_rows, truth_in
+from tim_jax.tasks.dataset import DatasetSource, dataset_task, read_rows, state_text, truth_in
 
 
 def no_grade(examples, completions):
@@ -103,6 +103,24 @@ def test_truth_in(text, answer):
 )
 def test_truth_in_boxed_is_balanced(content):
     assert truth_in(f"so \\boxed{{{content}}} }}") == content.strip()
+
+
+@pytest.mark.parametrize(
+    ("value", "state"),
+    [
+        ('["crane"]', '["crane"]'),
+        ('["crane", "slate"]', '["crane", "slate"]'),
+        (' {"n": 5, "note": "#### 7"}\n', ' {"n": 5, "note": "#### 7"}\n'),
+        ("Add them.\n#### 42", "42"),
+        ("[first] #### 42", "42"),
+        (27, "27"),
+    ],
+)
+def test_states_of_an_environment_are_answers_but_json_as_it_is(tmp_path, value, state):
+    path = write_lines(tmp_path / "rows.jsonl", [{"prompt": "p", "answer": value}])
+    source = DatasetSource(path, eval_share=0.0)
+    [example] = dataset_task(source, no_grade, state_text).train
+    assert example.answer == state
 
 
 def test_formats_agree(tmp_path):

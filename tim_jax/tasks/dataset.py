@@ -14,11 +14,12 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, did_you_mean
@@ -260,8 +261,16 @@ class DatasetSource:
             raise InputError(f"template must contain {PLACE}, got {self.template!r}")
 
 
-def dataset_task(source: DatasetSource, grade: Grader) -> Task:
+class Truth(Protocol):
+    """Makes the text of a row's answer, as `truth_of` does."""
+
+    def __call__(self, value: object, where: str, *, solution: bool) -> str: ...
+
+
+def dataset_task(source: DatasetSource, grade: Grader, truth: Truth | None = None) -> Task:
     """Returns the dataset as a task; no prompt is both in training and held out.
+
+    `truth` reads the answers: `truth_of` if None, `state_text` for an environment's states.
 
     With a share held out, equal prompts fall on the same side. With held-out rows of their own,
     training rows with one of their prompts are left out. Of held-out rows with the same prompt and
@@ -272,7 +281,8 @@ def dataset_task(source: DatasetSource, grade: Grader) -> Task:
         prompt or answer (file and line), and if nothing is left to train on or to evaluate.
     """
     rows = read_rows(source.path, split=source.split, subset=source.subset)
-    train = _examples(rows, source)
+    truth = truth or truth_of
+    train = _examples(rows, source, truth)
     if source.eval_path is None and source.eval_split is None:
         evaluation = [e for e in train if _hash(e, source.seed) < source.eval_share * 2**64]
         notes = ()
@@ -281,7 +291,7 @@ def dataset_task(source: DatasetSource, grade: Grader) -> Task:
             raise InputError(f"dataset {source.path!r} is one file, without splits: set eval_path")
         path = source.eval_path or source.path
         split = source.eval_split or source.split
-        evaluation = _examples(read_rows(path, split=split, subset=source.subset), source)
+        evaluation = _examples(read_rows(path, split=split, subset=source.subset), source, truth)
         notes = _overlap(train, evaluation)
     held_out = {example.prompt for example in evaluation}
     train = [example for example in train if example.prompt not in held_out]
@@ -303,9 +313,9 @@ def dataset_task(source: DatasetSource, grade: Grader) -> Task:
     return Task(source.path, tuple(train), tuple(distinct), grade, notes)
 
 
-def _examples(rows: Sequence[Row], source: DatasetSource) -> list[Example]:
-    prompt, answer = _columns(rows[0], source)
-    return [_example(row, prompt, answer, source) for row in rows]
+def _examples(rows: Sequence[Row], source: DatasetSource, truth: Truth) -> list[Example]:
+    columns = _columns(rows[0], source)
+    return [_example(row, columns, source, truth) for row in rows]
 
 
 def _columns(row: Row, source: DatasetSource) -> tuple[str, str]:
@@ -322,15 +332,14 @@ def _columns(row: Row, source: DatasetSource) -> tuple[str, str]:
     )
 
 
-def _example(row: Row, prompt: str, answer: str, source: DatasetSource) -> Example:
-    where = f"dataset {row.where}"
-    check_beside(row.values, (prompt, answer), where)
+def _example(row: Row, columns: tuple[str, str], source: DatasetSource, truth: Truth) -> Example:
+    where, (prompt, answer) = f"dataset {row.where}", columns
+    check_beside(row.values, columns, where)
     asked = prompt_of(_get(row, prompt), f"{where}: column {prompt!r}")
-    truth = truth_of(
-        _get(row, answer), f"{where}: column {answer!r}", solution=answer == "solution"
-    )
-    check_hidden(asked, truth, f"{where}: column {prompt!r}")
-    return Example(_dressed(asked, source), truth, where=row.where)
+    value, solution = _get(row, answer), answer == "solution"
+    told = truth(value, f"{where}: column {answer!r}", solution=solution)
+    check_hidden(asked, told, f"{where}: column {prompt!r}")
+    return Example(_dressed(asked, source), told, where=row.where)
 
 
 def _dressed(prompt: str | tuple[Message, ...], source: DatasetSource) -> str | tuple[Message, ...]:
@@ -498,6 +507,21 @@ def truth_of(value: object, where: str, *, solution: bool) -> str:
     if not truth:
         raise InputError(f"{where} has an empty answer: {shown(text[-60:])}")
     return truth
+
+
+def state_text(value: object, where: str, *, solution: bool) -> str:
+    """Returns a row's answer as the text that an environment's state begins as.
+
+    That is `truth_of` it, but a list or an object that is written as JSON is taken as it is.
+
+    Raises:
+      InputError: as `truth_of`.
+    """
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        with suppress(ValueError, RecursionError):
+            json.loads(value)
+            return value
+    return truth_of(value, where, solution=solution)
 
 
 def truth_in(text: str) -> str:

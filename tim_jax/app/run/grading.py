@@ -19,7 +19,7 @@ from tim_jax.placement import processes
 from tim_jax.rl.drawing import Text
 from tim_jax.tasks import builtin, custom
 from tim_jax.tasks.base import Grader, Task, in_turns
-from tim_jax.tasks.dataset import DatasetSource, dataset_task
+from tim_jax.tasks.dataset import DatasetSource, dataset_task, state_text
 from tim_jax.tasks.environments import Guarded
 from tim_jax.tasks.guard import Limits
 from tim_jax.tasks.libraries import MathGrader, gym_task
@@ -57,9 +57,10 @@ def _graded(config: RunConfig, section: BuiltinTask | GymTask | DatasetTask | Cu
         )
     elif section.kind == "dataset":
         limits = Limits(seconds=section.time_limit)
-        ungraded = section.environment is not None
-        grade = in_turns if ungraded else _reward(section) or MathGrader(limits)
-        return dataset_task(part(DatasetSource, section), grade)
+        source = part(DatasetSource, section)
+        if section.environment is not None:
+            return dataset_task(source, in_turns, state_text)
+        return dataset_task(source, _reward(section) or MathGrader(limits))
     else:
         task = _custom_task(section)
     grade = _reward(section)
