@@ -88,8 +88,9 @@ def sample(
     """Draws responses, with the log-probs of what was drawn.
 
     A response depends on the model, its prompt's place in the list, its number among the prompt's
-    samples, and the seed; not on the other prompts. The first call compiles; later ones with as
-    many prompts, and prompts of similar lengths, do not.
+    samples, and the seed; not on the other prompts. It depends on the date too if the chat template
+    prints it, see `grpo`. The first call compiles; later ones with as many prompts, and prompts of
+    similar lengths, do not.
 
     Args:
       model: as `load` gives it.

@@ -61,8 +61,11 @@ def grpo(
 
     A step draws `samples` responses to each of `prompts_per_step` prompts, grades them, and updates
     the weights. Everything is checked before the first step; nothing is written to disk; `model`
-    itself stays as it is. The steps are a function of the arguments and the seed alone. Under
-    several processes all call this with the same arguments, and share the grading.
+    itself stays as it is. The steps are a function of the arguments and the seed alone, unless the
+    chat template prints the date: then prompts have the date of the call. Templates of Llama, and
+    some others, take it as an option: `dataclasses.replace(model, template_options={"date_string":
+    "26 Jul 2024"})`. Under several processes all call this with the same arguments, and share the
+    grading.
 
     Args:
       model: to start from.
