@@ -268,6 +268,14 @@ def test_every_row_of_a_template_that_rewrites_is_what_it_writes(template, optio
     assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 3 + ["user"]
 
 
+def test_a_completion_knows_of_a_thought_that_the_template_opened():
+    for template, thinking in ((OPENED, True), (QWEN3, False), (None, False)):
+        read = bridge(template, history="cut").read(completion("5"))
+        assert read.thinking == thinking
+    closed = bridge(QWEN3, history="cut", options={"enable_thinking": False})
+    assert not closed.read(completion("5")).thinking
+
+
 def test_an_environment_whose_replies_are_cut():
     """The source sees its own state; the conversation goes along with it; tokens are refused."""
     seen = []

@@ -8,6 +8,7 @@ import re
 import resource
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -150,7 +151,7 @@ def respond(state, completion):
 
 
 def keyed(state, completion, key):
-    return state, tim.Reply([int(part) for part in key], done=np.bool_(True))
+    return state, tim.Reply([int(part) for part in key], done=np.bool_(completion.thinking))
 
 
 async def waits(state, completion):
@@ -312,9 +313,11 @@ def test_outcomes_come_as_they_are_there(guarded):
     assert len(list(guarded.answers(asked[1:]))) == 8
 
 
-def test_a_turn_has_its_key(source):
+def test_a_turn_has_its_key_and_its_completion_is_whole(source):
     environment = Guarded(f"{source}:keyed", seconds=5.0, workers=1)
-    [(_, answer)] = environment.answers([turn("x", key=(7, 9))])
+    asked = turn("x", key=(7, 9))
+    thinking = replace(asked, completion=replace(asked.completion, thinking=True))
+    [(_, answer)] = environment.answers([thinking])
     assert (answer.content, answer.done, answer.failure) == ([7, 9], True, None)
     environment.close()
 

@@ -5,6 +5,7 @@ import asyncio
 import json
 import random
 import threading
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -125,6 +126,15 @@ def test_a_turn_that_is_a_call_of_llama_s_is_read():
 def test_calls_in_thoughts_are_none():
     assert read_calls(say(f"<think>{call('add', a=1)}</think> 3")) == []
     assert read_calls(say(f"<think>?</think>{call('add', a=1)}")) == [Call("add", {"a": 1})]
+    assert read_calls(say(f"<think>I might {call('add', a=1)} but")) == []  # it was cut
+    assert read_calls(say(f"{call('add', a=1)}<think>")) == [Call("add", {"a": 1})]
+
+
+def test_calls_in_a_thought_that_the_template_opened_are_none():
+    called = [Call("add", {"a": 1})]
+    for text, calls in ((call("add", a=1), []), (f"</think>{call('add', a=1)}", called)):
+        assert read_calls(replace(say(text), thinking=True)) == calls
+        assert read_calls(say(text)) == called
 
 
 def test_calls_as_a_response_template_reads_them():

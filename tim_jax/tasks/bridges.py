@@ -49,7 +49,7 @@ from tim_jax.tasks.episodes import (
     failed,
 )
 from tim_jax.tasks.text import encode_text, has_content, render_chat
-from tim_jax.tasks.tools import Call, read_calls
+from tim_jax.tasks.tools import OPENS, Call, read_calls
 
 KEPT = 4096  # replies whose bridges are kept
 ASKED, SAID, AGAIN = "What is the first question?", "This is said.", "That is said again."
@@ -192,7 +192,11 @@ class Bridge:
         return after, np.zeros(0, np.int32), np.array(encode(after.text), np.int32)
 
     def read(self, completion: Completion) -> Completion:
-        """Returns the completion with what the tokenizer's response template reads in it."""
+        """Returns the completion with what the tokenizer's response template reads in it.
+
+        And with what the chat template has opened ahead of it.
+        """
+        completion = replace(completion, thinking=self._ahead.rstrip().endswith(OPENS))
         template = getattr(self.tokenizer, "response_template", None)
         if template is None:
             return completion

@@ -406,17 +406,18 @@ class TurnsHere:
 
 def _sent(turn: Turn) -> Mapping[str, Any]:
     state, said = turn.state, turn.completion
+    others = bool(said.ended), said.message, said.thinking
     return {
         "state": base64.b64encode(state if isinstance(state, Packed) else _packed(state)).decode(),
-        "completion": [said.text, said.tokens.tolist(), bool(said.ended), said.message],
+        "completion": [said.text, said.tokens.tolist(), *others],
         "key": turn.key.tolist(),
         "which": [turn.prompt, turn.sample, turn.turn],
     }
 
 
 def _turn(body: Mapping[str, Any]) -> Turn:
-    text, tokens, ended, message = body["completion"]
-    completion = Completion(text, np.array(tokens, np.int32), ended, message)
+    text, tokens, *others = body["completion"]
+    completion = Completion(text, np.array(tokens, np.int32), *others)
     prompt, sample, turn = body["which"]
     state = Packed(base64.b64decode(body["state"]))
     return Turn(prompt, sample, turn, completion, state, np.array(body["key"], np.uint32))

@@ -52,12 +52,14 @@ class Completion:
       ended: whether the policy ended its turn. False: it was cut at `max_tokens`.
       message: what the tokenizer's response template reads in it, with `tool_calls` if there are
         some. None: the tokenizer has no such template, or it reads nothing.
+      thinking: whether the chat template has opened a thought ahead of it, by `<think>`.
     """
 
     text: str
     tokens: np.ndarray
     ended: bool
     message: Message | None = None
+    thinking: bool = False
 
 
 @dataclass(frozen=True)

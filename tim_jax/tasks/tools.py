@@ -44,7 +44,7 @@ from tim_jax.tasks.episodes import Completion, Message, Reply
 
 MOST_CHARACTERS = 4000  # of a result
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
-_THOUGHT = "</think>"
+OPENS, _CLOSES = "<think>", "</think>"  # a thought
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,14 @@ def schema(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def read_calls(completion: Completion) -> list[Call]:
-    """Returns the calls in a completion, those that are bad too; none if it is an answer."""
+    """Returns the calls in a completion, those that are bad too; none if it is an answer.
+
+    Calls in thoughts are none, also where a thought does not end.
+    """
     message = completion.message
     if message is None:
-        text = completion.text.rpartition(_THOUGHT)[2]
+        whole = f"{OPENS if completion.thinking else ''}{completion.text}"
+        text = whole.rpartition(_CLOSES)[2].partition(OPENS)[0]
         return [_read_text(body, closed) for body, closed in _CALL.findall(text)] or _whole(text)
     if "error" in message:
         return [Call(error=f"the call cannot be read: {message['error']}")]
