@@ -956,6 +956,21 @@ def test_a_run_does_not_go_on_with_other_rows(call, folder):
     assert call("train", *arguments, "steps=2")[0] == 0
 
 
+def test_a_refused_resumption_leaves_the_run_as_it_was(call, folder):
+    path, run = sums(folder / "killed.jsonl"), folder / "killed"
+    task = f"task={{kind='dataset', path='{path}', reward='cli_rewards:by_length', eval_share=0.0}}"
+    arguments = ("tiny.toml", "run.folder=killed", task, "warmup.steps=0")
+    assert call("train", *arguments, "steps=1")[0] == 0
+    shutil.rmtree(run / "checkpoints" / "1")  # as if killed before it was saved
+    (run / "numerics.json").write_text('{"family": "tiles"}')
+    before = {file: file.read_bytes() for file in run.iterdir() if file.is_file()}
+    before.pop(run / ".lock")
+    assert before[run / "metrics.jsonl"].count(b"\n") == 2
+    path.write_text(path.read_text().replace("0+1=", "9+1="))
+    assert "has changed since step 0" in refused(call, "train", *arguments, "steps=2")
+    assert before == {file: file.read_bytes() for file in before}
+
+
 def dated(folder, template):
     """A model whose chat template is this one, which may print the day of the month."""
     tokenizer = character_tokenizer(builtin.ALPHABET)

@@ -240,6 +240,29 @@ def test_no_whole_checkpoint_is_refused_and_nothing_is_touched(tmp_path):
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.jsonl")}
 
 
+def test_a_checkpoint_of_other_rows_is_refused_and_nothing_is_touched(tmp_path):
+    train(tmp_path, stop=3)
+    with folders.open_run(tmp_path, CONFIG) as run:
+        assert run.restore(first_state()) is not None
+        run.metrics.write(3, {})
+        run.save(3, first_state(), {"rows": 5, "rows_crc32": 1})
+        run.metrics.write(4, {})
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    before.pop(tmp_path / ".lock")
+    other = CONFIG.replace("steps = 10", "steps = 20")
+    with folders.open_run(tmp_path, other, may_change=("steps",)) as run:
+        with pytest.raises(InputError, match="the dataset to train on has changed since step 3"):
+            run.restore(first_state(), {"rows": 5, "rows_crc32": 2})
+        with pytest.raises(ValueError, match="call restore before writing"):
+            run.metrics.write(4, {})
+        assert before == {path: path.read_bytes() for path in before}
+        found = run.restore(first_state(), {"rows": 5, "rows_crc32": 1})
+    assert found is not None
+    assert found.step == 3
+    assert folders.read_config(tmp_path) == other
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
 def test_another_state_is_refused_by_leaf(tmp_path):
     train(tmp_path, stop=2)
     other = first_state()

@@ -105,9 +105,6 @@ def begun(job: Job, run: Run) -> tuple[Job, Start]:
     """Restores or starts. The job is then without the host's parameters, which nothing needs."""
     try:
         processes.agree(repr(job.execution), "what was measured of its machine")
-        if processes.leads():
-            drawing = job.programs.training.sampler.mismatch.numerics(job.execution.numerics)
-            write_numerics(run.folder / "numerics.json", job.execution, drawing)
         base = adapters.split(job.model.params)[1]
         train = job.task.train
         mark = {
@@ -117,6 +114,9 @@ def begun(job: Job, run: Run) -> tuple[Job, Start]:
         }
         processes.agree(json.dumps(mark), "its dataset, its prompts or its base weights")
         contents, step, notes = _restored(job, run, mark)
+        if processes.leads():
+            drawing = job.programs.training.sampler.mismatch.numerics(job.execution.numerics)
+            write_numerics(run.folder / "numerics.json", job.execution, drawing)
         base = None if base is None else job.programs.place(base)
         notes = [*job.task.notes, *notes, *_described(job)]
     except BaseException:
@@ -131,10 +131,9 @@ def _restored(job: Job, run: Run, mark: dict[str, int]) -> tuple[checkpoints.Sta
 
     The step is -1, and the contents are those of a new run, if there is nothing to resume.
     """
-    checkpoint = run.restore(_shapes(job))
+    checkpoint = run.restore(_shapes(job), mark)
     if checkpoint is None:
         return _first(job), -1, []
-    checkpoints.check_marks(checkpoint, mark, run.folder)
     notes = [f"checkpoint of step {step} is damaged: {what}" for step, what in checkpoint.damaged]
     notes.append(
         f"resumed after step {checkpoint.step}{folders.describe_changes(job.config, run.changed)}"

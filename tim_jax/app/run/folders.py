@@ -101,28 +101,41 @@ class Run:
         keep: int,
         resumed: bool,
         changed: Sequence["Difference"] = (),
+        config: str = "",
     ):
         self.folder = folder
         self.resumed = resumed
         self.changed = tuple(changed)
+        self._config = config
         self._lock = lock
         self._checkpoints = Checkpoints(folder / "checkpoints", keep=keep, owner=lock is not None)
         self._lines: dict[str, JsonLines] = {}
         if not checkpoints.list_steps(folder / "checkpoints"):
             self._open_lines({})
 
-    def restore(self, like: State) -> Restored | None:
+    def restore(self, like: State, marks: checkpoints.Marks | None = None) -> Restored | None:
         """Restores the newest good checkpoint and cuts the line files back to it.
 
         Returns None for a run without a checkpoint. Damaged ones that were skipped are named in the
-        result. `like` and errors: see `checkpoints.restore`.
+        result. A checkpoint that is refused leaves the lines and config.toml as they are.
+
+        Args:
+            like: see `checkpoints.restore`.
+            marks: what the checkpoint's `extra` must have; see `checkpoints.check_marks`.
+
+        Raises:
+            InputError: as `checkpoints.restore` and `checkpoints.check_marks`.
         """
         restored = self._checkpoints.restore(like)
         if restored is None:
             return None
+        found = replace(restored, extra=restored.extra["extra"])
+        checkpoints.check_marks(found, marks or {}, self.folder)
+        if self._lock is not None:
+            _write_config(self.folder, self._config)
         self._open_lines(restored.extra["lines"])
         self.metrics.last_step = restored.step
-        return Restored(restored.step, restored.state, restored.extra["extra"], restored.damaged)
+        return found
 
     @property
     def metrics(self) -> JsonLines:
@@ -233,7 +246,7 @@ def _locked(folder: Path, config: str, may_change: tuple[str, ...], *, keep: int
         raise InputError(f"cannot use the run folder {folder}: {error.strerror}") from error
     try:
         resumed, changed = _claim(folder, config, may_change)
-        return Run(folder, lock=lock, keep=keep, resumed=resumed, changed=changed)
+        return Run(folder, lock=lock, keep=keep, resumed=resumed, changed=changed, config=config)
     except BaseException:
         lock.release()
         raise
@@ -417,7 +430,10 @@ def _refuse_lost_checkpoints(folder: Path) -> None:
 def _claim(
     folder: Path, config: str, may_change: tuple[str, ...]
 ) -> tuple[bool, list["Difference"]]:
-    """Compares or writes config.toml; returns whether the folder had this run, and what changed."""
+    """Compares config.toml, and writes it if there is no checkpoint that `Run.restore` may refuse.
+
+    Returns whether the folder had this run, and what changed.
+    """
     path = folder / "config.toml"
     exists, changed = path.exists(), []
     if exists:
@@ -427,9 +443,15 @@ def _claim(
             f"{folder} is not empty and holds no run (no config.toml, but {strangers[0]});"
             " set another run.folder"
         )
+    if not checkpoints.list_steps(folder / "checkpoints"):
+        _write_config(folder, config)
+    return exists, changed
+
+
+def _write_config(folder: Path, config: str) -> None:
+    path = folder / "config.toml"
     with writing(path):
         write_text(path, config)
-    return exists, changed
 
 
 def _allowed_before(name: str) -> bool:
