@@ -24,7 +24,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.instruments.auditing import random_params
 from tim_jax.instruments.plan import budget
 from tim_jax.model import adapters, calibration, hf
-from tim_jax.model.adapters import Lora
+from tim_jax.model.adapters import Adapter, Lora
 from tim_jax.rl import programs
 from tim_jax.tasks.text import character_tokenizer
 
@@ -50,6 +50,7 @@ def test_a_config_says_which_adapters_and_goes_through_its_file():
         (["lora.rank=0"], "lora.rank"),
         (["lora.rnak=4"], "lora.rnak = 4: unknown key; did you mean 'rank'?"),
         (["lora.rank=4", 'lora.path="somewhere"'], "leave them out"),
+        (["lora.rank=8", 'lora.path="somewhere"'], "leave them out"),
         (["lora.rank=4", "warmup.steps=3"], "warmup.steps = 3: must be 0 with adapters"),
     ],
 )
@@ -68,13 +69,65 @@ def test_an_adapter_that_is_not_there_is_named():
 
 def test_adapters_are_not_put_on_another_base():
     base = adapters.narrowed(random_params(tiny.CONFIG, 0))
-    mark = checkpoints.base_mark(base)
+    mark = checkpoints.base_mark(base, Lora())
     before = Restored(3, {}, dict(mark))
     checkpoints.check_marks(before, mark, "run")
     base["layers"]["q"] = base["layers"]["q"] * np.float32(1.5)
     with pytest.raises(InputError, match="run: the adapters of step 3 were trained on other base"):
-        checkpoints.check_marks(before, checkpoints.base_mark(base), "run")
-    assert checkpoints.base_mark(None) == {}
+        checkpoints.check_marks(before, checkpoints.base_mark(base, Lora()), "run")
+    assert checkpoints.base_mark(None, None) == {}
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """The folder of an adapter of PEFT, and a config that starts from it."""
+    lora, folder = Lora(2, 4.0, ("q_proj",)), tmp_path / "adapter"
+    config = sources.begin_model(toml.load(None)).config
+    adapters.save(folder, Adapter(lora, adapters.init(config, lora, 0)), config)
+    return folder, toml.load(None, ["warmup.steps=0", f'lora.path="{folder}"'])
+
+
+def test_a_run_does_not_go_on_with_another_alpha(tmp_path, adapter):
+    folder, config = adapter
+    model = sources.make_model(config)
+    trained, base = adapters.split(model.params)
+    mark = checkpoints.base_mark(base, model.lora)
+    with folders.open_run(tmp_path / "run", toml.dump(config)) as run:
+        run.metrics.write(1, {})
+        run.save(1, {"params": trained}, mark)
+    folders.read_params(tmp_path / "run", model.params, lora=model.lora)
+    path = folder / "adapter_config.json"
+    path.write_text(path.read_text().replace("4.0", "64"))
+    now = sources.make_model(config)
+    line = r"run: the adapters of step 1 were trained with alpha = 4.0, and now it is 64.0; restore"
+    with pytest.raises(InputError, match=line):
+        folders.read_params(tmp_path / "run", now.params, lora=now.lora)
+    with (
+        folders.open_run(tmp_path / "run", toml.dump(config)) as run,
+        pytest.raises(InputError, match=line),
+    ):
+        run.restore({"params": trained}, checkpoints.base_mark(base, now.lora))
+    of_old_version = Restored(1, {}, {"base_crc32": mark["base_crc32"]})
+    checkpoints.check_marks(of_old_version, mark, "run")
+
+
+def test_a_config_does_not_say_what_the_adapter_says(adapter):
+    folder, config = adapter
+    assert tomllib.loads(toml.dump(config))["lora"] == {"path": str(folder)}
+    assert sources.begin_model(config).lora == Lora(2, 4.0, ("q_proj",))
+
+
+def test_a_run_that_recorded_defaults_beside_its_adapter_goes_on(tmp_path, adapter):
+    folder, config = adapter
+    text = toml.dump(config)
+    before = f'[lora]\nrank = 8\nalpha = 16.0\ntargets = []\npath = "{folder}"'
+    old = text.replace(f'[lora]\npath = "{folder}"', before)
+    assert old != text
+    (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
+    (tmp_path / "run" / "config.toml").write_text(old)
+    with folders.open_run(tmp_path / "run", text) as run:
+        assert run.changed == ()
+    assert toml.load(tmp_path / "run").lora == config.lora
 
 
 def test_the_estimate_of_memory_has_an_optimiser_for_the_adapters_alone():

@@ -7,7 +7,7 @@ the command line reads one.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from math import lcm
 from typing import Annotated, Any, Literal, Self
 
@@ -81,18 +81,29 @@ PRESETS: Mapping[str, Architecture] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraSection(Lora):
-    """Adapters are trained in place of all weights, which stay as they are."""
+class LoraSection:
+    """Adapters are trained in place of all weights, which stay as they are.
 
-    targets: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Names of matrices such as "q_proj"; left out: all of attention and MLP."""
+    Without `path`, keys that are left out have the defaults of `Lora`.
+    """
+
+    rank: int | None = None
+    """Columns of A and rows of B."""
+    alpha: float | None = None
+    """A B is multiplied by alpha / rank."""
+    targets: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    """Names of matrices such as "q_proj"; none: all of attention and MLP."""
     path: str | None = None
     """A folder with an adapter of PEFT to start from, which says rank, alpha and targets."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.path is not None and part(Lora, self) != Lora():
+        keys = {one.name: getattr(self, one.name) for one in fields(Lora)}
+        given = {name: value for name, value in keys.items() if value is not None}
+        if self.path is not None and given:
             raise InputError("Lora: path has a rank, alpha and targets of its own; leave them out")
+        if self.path is None:
+            for name, value in asdict(Lora(**given)).items():
+                object.__setattr__(self, name, value)
 
 
 class Model(Section):

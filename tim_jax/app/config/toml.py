@@ -24,6 +24,8 @@ COMMAND_LINE = "command line"
 NONE = "none"  # an override's value: leave the key out, whatever the file says
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
+# What older versions wrote of adapters that were read from a folder, whatever they were.
+_UNREAD = {"rank": 8, "alpha": 16.0, "targets": []}
 _LOG = logging.getLogger("tim_jax")
 # Keys of older versions, and what they are called now.
 _RENAMED = {"sampling": {"samples_per_prompt": "samples", "max_response_length": "max_tokens"}}
@@ -163,6 +165,7 @@ def with_new_keys(data: Mapping[str, Any], source: str | None = None) -> dict[st
         if isinstance(value, Mapping):
             value = with_new_keys(value, source)
             value = _without_widths(value, source) if name == "learner" else value
+            value = _without_unread(value) if name == "lora" else value
             for old in (old for old in _RENAMED.get(name, {}) if old in value):
                 new = _new_key(name, old, source)
                 if new in value:
@@ -183,6 +186,12 @@ def _without_widths(learner: Mapping[str, Any], source: str | None) -> dict[str,
             " learner.micro_batch_tokens, which computes no padding at all"
         )
     return {key: value for key, value in learner.items() if key != "widths"}
+
+
+def _without_unread(lora: Mapping[str, Any]) -> dict[str, Any]:
+    """The section without defaults beside `path`, whose adapter has values of its own."""
+    unread = "path" in lora and _UNREAD.items() <= lora.items()
+    return {key: value for key, value in lora.items() if not (unread and key in _UNREAD)}
 
 
 def _new_key(section: str, key: str, source: str | None) -> str:

@@ -106,11 +106,13 @@ def _of_run(source: str, *, prompts: int, samples: int, dtype: str | None) -> Be
     steps = checkpoints.list_steps(Path(source) / "checkpoints")
     if not steps:
         raise InputError(f"audit: the run {source} has no checkpoint yet")
-    older = partial(_checkpoint, source, config, model.params, steps)
+    older = partial(_checkpoint, source, config, model, steps)
     return Bench(source, execution, older(0), chosen, samples, older, config.seed)
 
 
-def _checkpoint(source: str, config: RunConfig, like: Any, steps: Sequence[int], updates: int):
+def _checkpoint(
+    source: str, config: RunConfig, model: sources.Model, steps: Sequence[int], updates: int
+):
     """Parameters of the checkpoint that is `updates` updates older than the newest."""
     per_step = config.updates_per_step
     newest = max(steps)
@@ -122,7 +124,8 @@ def _checkpoint(source: str, config: RunConfig, like: Any, steps: Sequence[int],
             f"mismatch 'stale_weights': the run {source} has no checkpoint of {updates} updates"
             f" ago; it has those of: {listed}"
         )
-    return _arrays(folders.read_params(source, like, step=wanted).state["params"])
+    read = folders.read_params(source, model.params, lora=model.lora, step=wanted)
+    return _arrays(read.state["params"])
 
 
 def _arrays(params: Any) -> Any:

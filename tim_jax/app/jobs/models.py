@@ -46,7 +46,7 @@ def _evaluated(config: RunConfig, *, of_run: bool) -> dict[str, float]:
         )
         params, which = job.model.params, ""
         if of_run and checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
-            restored = folders.read_params(config.run.folder, params)
+            restored = folders.read_params(config.run.folder, params, lora=job.model.lora)
             _warn_of_damage(restored)
             params = restored.state["params"]
             which = f"step {restored.step} of {config.run.folder}"
@@ -86,7 +86,7 @@ def export(
         raise InputError(f"export: the run {run!r} trains all weights and has no adapter")
     if adapter and dtype is not None:
         raise InputError("export: an adapter is written in float32; leave the dtype out")
-    restored = folders.read_params(run, model.params, step=step)
+    restored = folders.read_params(run, model.params, lora=model.lora, step=step)
     _warn_of_damage(restored)
     params = restored.state["params"]
     if adapter and model.lora is not None:

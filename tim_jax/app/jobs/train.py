@@ -89,7 +89,7 @@ class Start(NamedTuple):
     step: int  # the checkpoint's, -1 for a new run
     notes: list[str]  # on the task, on what was resumed, on what is trained
     base: Any  # of adapters, on the devices; None if all weights are trained
-    mark: dict[str, int]  # what checkpoints keep of it and of the rows
+    mark: dict[str, float]  # what checkpoints keep of it and of the rows
 
     def save(
         self, run: Run, step: int, state: TrainState, reference: Any, history: Iterable[Any]
@@ -108,7 +108,7 @@ def begun(job: Job, run: Run) -> tuple[Job, Start]:
         base = adapters.split(job.model.params)[1]
         train = job.task.train
         mark = {
-            **checkpoints.base_mark(base),
+            **checkpoints.base_mark(base, job.execution.lora),
             **checkpoints.rows_mark(train),
             **checkpoints.prompts_mark(job.text, train),
         }
@@ -126,7 +126,9 @@ def begun(job: Job, run: Run) -> tuple[Job, Start]:
     return replace(job, model=replace(job.model, params=None)), start
 
 
-def _restored(job: Job, run: Run, mark: dict[str, int]) -> tuple[checkpoints.State, int, list[str]]:
+def _restored(
+    job: Job, run: Run, mark: dict[str, float]
+) -> tuple[checkpoints.State, int, list[str]]:
     """The contents of a checkpoint (`folders.saved`), its step, and notes.
 
     The step is -1, and the contents are those of a new run, if there is nothing to resume.

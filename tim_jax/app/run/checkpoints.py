@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.model import adapters
+from tim_jax.model.adapters import Lora
 from tim_jax.model.weights import Params
 from tim_jax.placement import processes
 from tim_jax.rl.drawing import Text
@@ -386,14 +387,18 @@ def _cannot_write(folder: Path, reason: str) -> str:
     return f"cannot write checkpoints to {folder}: {reason}; earlier checkpoints are unharmed"
 
 
-Marks = Mapping[str, int]
+Marks = Mapping[str, float]
 
 _SOME = 64  # prompts whose tokens are looked at, or up to twice as many
 
 
-def base_mark(base: Params | None) -> Marks:
-    """The mark of the parameters that adapters are trained on."""
-    return {} if base is None else {"base_crc32": adapters.fingerprint(base)}
+def base_mark(base: Params | None, lora: Lora | None) -> Marks:
+    """The mark of the parameters that adapters are trained on, and of what they are scaled by.
+
+    Rank and targets need none: they are the shapes of what is trained.
+    """
+    of_lora = {} if lora is None else {"lora_alpha": lora.alpha}
+    return of_lora if base is None else {"base_crc32": adapters.fingerprint(base), **of_lora}
 
 
 def rows_mark(train: Sequence[Example]) -> Marks:
@@ -417,16 +422,23 @@ def prompts_mark(text: Text, train: Sequence[Example]) -> Marks:
 
 
 def check_marks(restored: Restored, marks: Marks, folder: str | os.PathLike[str]) -> None:
-    """Refuses a checkpoint whose `extra` has other marks; an old one has none of rows and prompts.
+    """Refuses a checkpoint whose `extra` has other marks; an old one lacks all but the base's.
 
     Raises:
-      InputError: the base, the rows or the prompts are others.
+      InputError: the base, the adapters' alpha, the rows or the prompts are others.
     """
     before = restored.extra
     if "base_crc32" in marks and before.get("base_crc32") != marks["base_crc32"]:
         raise InputError(
             f"{folder}: the adapters of step {restored.step} were trained on other base weights"
             " than the model has now"
+        )
+    alpha, trained = marks.get("lora_alpha"), before.get("lora_alpha")
+    if None not in (alpha, trained) and alpha != trained:
+        raise InputError(
+            f"{folder}: the adapters of step {restored.step} were trained with alpha = {trained},"
+            f" and now it is {alpha}; restore it in the config, or in lora.path's"
+            " adapter_config.json"
         )
     known = "rows_crc32" in before and "rows_crc32" in marks
     if known and marks["rows_crc32"] != before["rows_crc32"]:

@@ -35,6 +35,7 @@ from tim_jax.app.run.loggers import JsonLines
 from tim_jax.common.errors import InputError, writing
 from tim_jax.common.inputs import leaves, shown
 from tim_jax.model import adapters
+from tim_jax.model.adapters import Lora
 from tim_jax.model.files import read_json, write_json, write_text
 from tim_jax.model.weights import Params
 from tim_jax.placement import processes
@@ -297,18 +298,22 @@ def read_checkpoint(
 
 
 def read_params(
-    folder: str | os.PathLike[str], params: Params, *, step: int | None = None
+    folder: str | os.PathLike[str],
+    params: Params,
+    *,
+    lora: Lora | None = None,
+    step: int | None = None,
 ) -> Restored:
     """A checkpoint's parameters as its item "params". Otherwise as `read_checkpoint`.
 
     Of a run that trains adapters, they are those of the checkpoint on the base of `params`.
 
     Raises:
-        InputError: that is not the base that they were trained on.
+        InputError: that is not the base that they were trained on, or not the alpha of `lora`.
     """
     trained, base = adapters.split(params)
     restored = read_checkpoint(folder, {"params": trained}, step=step)
-    checkpoints.check_marks(restored, checkpoints.base_mark(base), folder)
+    checkpoints.check_marks(restored, checkpoints.base_mark(base, lora), folder)
     whole = adapters.whole(restored.state["params"], base)
     return replace(restored, state={"params": whole})
 

@@ -150,8 +150,8 @@ class Trained(NamedTuple):
 def trained(config: RunConfig) -> Trained:
     """The newest checkpoint of a run's folder."""
     model = sources.make_model(config)
-    params = folders.read_params(config.run.folder, model.params).state["params"]
-    return Trained(config, model, jax.tree.map(jnp.asarray, params))
+    read = folders.read_params(config.run.folder, model.params, lora=model.lora)
+    return Trained(config, model, jax.tree.map(jnp.asarray, read.state["params"]))
 
 
 def horizons(study: GradientStudy, run: Mapping[str, Any]) -> dict[str, RunConfig]:
