@@ -321,6 +321,19 @@ def test_what_differs_is_named():
     assert found.idle == (f"{actor}.use_torch_compile",)
 
 
+@pytest.mark.parametrize(
+    ("size", "epochs", "updates", "differs"),
+    [(64, 2, 160, "rises with every update, in verl once a step"), (512, 1, 10, "")],
+)
+def test_the_warm_up_has_as_many_steps_as_in_verl(size, epochs, updates, differs):
+    actor = {"ppo_mini_batch_size": size, "ppo_epochs": epochs, "optim": {"lr_warmup_steps": 10}}
+    data = {"data": {"train_batch_size": 512}, "actor_rollout_ref": {"actor": actor}}
+    found = verl.translate(data | {"algorithm": {"adv_estimator": "grpo"}})
+    assert found.config["optimizer"]["warmup_steps"] == updates
+    assert differs in " ".join(found.differs)
+    assert bool(found.differs) == bool(differs)
+
+
 def test_a_key_that_is_left_out_has_verls_default():
     objective = verl.translate({"algorithm": {"adv_estimator": "grpo"}}).config["learner"][
         "objective"

@@ -139,7 +139,9 @@ class _Step:
             "corrections": self._corrections(),
             "objective": self._objective(),
         }
-        found = {"sampling": self._sampling(), "learner": learner, "optimizer": self._optimizer()}
+        updates = learner["mini_batches"] * learner["epochs"]
+        optimizer = self._optimizer(updates)
+        found = {"sampling": self._sampling(), "learner": learner, "optimizer": optimizer}
         self._filter(learner)
         return {name: section for name, section in found.items() if section}
 
@@ -381,7 +383,8 @@ class _Step:
             self.notes.append(f"{path}.n is not given: set sampling.samples")
         return found
 
-    def _optimizer(self) -> dict[str, Any]:
+    def _optimizer(self, updates: int) -> dict[str, Any]:
+        """The optimizer's keys, for a step of so many updates."""
         path = f"{ACTOR}.optim"
         found: dict[str, Any] = {
             "learning_rate": self.keys.get(f"{path}.lr", 1e-6),
@@ -391,7 +394,11 @@ class _Step:
         betas = self.keys.get(f"{path}.betas", None) or [0.9, 0.999]
         found["b1"], found["b2"] = (self.keys.number(f"{path}.betas", b) for b in betas)
         warmup = self.keys.get(f"{path}.lr_warmup_steps", -1)
-        return found | ({"warmup_steps": warmup} if warmup > 0 else {})
+        if warmup > 0 and updates > 1:
+            self.differs.append(
+                "the warm-up's learning rate rises with every update, in verl once a step"
+            )
+        return found | ({"warmup_steps": warmup * updates} if warmup > 0 else {})
 
     def _filter(self, learner: dict[str, Any]) -> None:
         """Dynamic sampling, as DAPO's trainer in verl has it."""
