@@ -561,6 +561,11 @@ def in_time(prompts, completions, answers):
             "reward <lambda> must return finite numbers, got None at 0",
         ),
         (PAIRS, {"optimizer": "adamw"}, "optimizer must be of optax"),
+        (
+            PAIRS,
+            {"optimizer": optax.chain(optax.clip(1.0), optax.contrib.muon(1e-3))},
+            "Muon would take layers.attn_norm [1, 16], a vector of each layer, for a matrix",
+        ),
         (PAIRS, {"steps": 0}, "steps must be at least 1, got 0"),
         (PAIRS, {"samples": 1}, "samples = 1: must be 2 or more for the estimator"),
         (PAIRS, {"objective": "grpo"}, "objective must be one of tim_jax.objectives, got str"),
@@ -813,6 +818,26 @@ def said_in(out):
 
 
 # What the README and the scripts show.
+
+
+def test_the_optimizers_of_the_page_tell_matrices_from_vectors(model):
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    section = page.split("\n## Optimizers\n")[1]
+    (example,) = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+    names: dict[str, Any] = {"optax": optax}
+    exec(compile(example, "python.md", "exec"), names)
+    for lora in (None, tim.Lora(2)):
+        for optimizer in (names["adamw"], names["muon"]):
+            settle("grpo", model, model.training(lora=lora), {"optimizer": optimizer})
+    state = jax.eval_shape(names["muon"].init, model.params).inner_states["muon"]
+    taken = jax.tree.leaves(state.inner_state[0].mu)
+    layers = [leaf for leaf in model.params["layers"].values() if leaf.ndim == 3]
+    assert [leaf.shape for leaf in taken] == [leaf.shape for leaf in layers]
+    decayed = names["decayed"](model.params)
+    assert decayed["embed"]
+    assert {name for name, asked in decayed["layers"].items() if not asked} == {
+        name for name, leaf in model.params["layers"].items() if leaf.ndim == 2
+    }
 
 
 @pytest.mark.slow

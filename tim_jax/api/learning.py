@@ -69,7 +69,8 @@ def learn(
         rows have of each prompt in a row, which must be equally many.
       format: of the rows, one of `tim_jax.instruments.diagnosis.readers.FORMATS`.
       greedy_rewards: f32[B / samples], of each prompt's greedy response, which ReMax compares with.
-      optimizer: as in `grpo`; so are the next ones. At the first step only.
+      optimizer: as in `grpo`, whose docstring says which axes arrays have; so are the next ones. At
+        the first step only.
       objective: advantages, loss, how losses are added up, and a KL to the first weights.
       correction: of the mismatch between the engine and the learner.
       training: everything else, such as `model.training(micro_batch=4, mode="recompute")`. With

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
+import jax
 import optax
 
-from tim_jax import corrections
+from tim_jax import corrections, optimizers
 from tim_jax.api import data
 from tim_jax.api.model import Model, check_model
 from tim_jax.api.rollouts import text_of
@@ -93,7 +95,9 @@ def grpo(
         turns: `tim_jax.Turns(8, 64, history="cut")`.
       optimizer: of optax; AdamW with a learning rate of 1e-6 if None. A model in float16 scales the
         loss, so that small gradients are not lost: as `optimizers.dynamic_loss_scale(optimizer)`
-        does, unless it is one already.
+        does, unless it is one already. Arrays of the layers are stacked on a leading axis: a norm
+        has the shape [layers, n], a matrix [layers, in, out]. So choose masks by name, not by the
+        number of axes, and give Muon its `muon_weight_dimension_numbers`, as docs/python.md does.
       objective: advantages, loss and how losses are added up, see `tim_jax.objectives`. None: the
         advantages of GRPO, the clipped ratio, the mean over tokens, and no KL term.
       correction: of a mismatch between sampler and learner, see `tim_jax.corrections`. If the loss
@@ -259,7 +263,28 @@ def _run(who: str, model: Model, training: Training | None, given: dict[str, Any
             " to learn from"
         )
     run.check()
+    _check_muon(who, run)
     return run
+
+
+def _check_muon(who: str, run: Training) -> None:
+    """Refuses Muon for vectors: one of every layer, stacked, has two axes as a matrix has."""
+    trained = adapters.trained_shapes(run.execution.config, run.execution.lora)
+    state = jax.eval_shape(partial(optimizers.first_state, run.optimizer), trained)
+    for own in jax.tree.leaves(state, is_leaf=_is_muon):
+        found = jax.tree_util.tree_leaves_with_path(own.mu) if _is_muon(own) else []
+        for path, leaf in found:
+            if len(path) > 1 and leaf.ndim == 2:
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                raise InputError(
+                    f"{who}: optimizer: Muon would take {name} {list(leaf.shape)}, a vector of each"
+                    " layer, for a matrix; give it muon_weight_dimension_numbers, as"
+                    " docs/python.md does"
+                )
+
+
+def _is_muon(state: Any) -> bool:
+    return isinstance(state, optax.contrib.MuonState)
 
 
 @contextmanager
