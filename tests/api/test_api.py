@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 import re
+import shutil
 import string
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from several import finished, started
 
 import tim_jax as tim
 from tim_jax.api.training import settle
+from tim_jax.app.run import sources
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, MismatchError
 from tim_jax.instruments import auditing
@@ -84,6 +86,23 @@ def model(folder):
 
 def bits(x):
     return np.asarray(x).tobytes()
+
+
+def test_a_saved_model_keeps_what_engines_sample_with_by_default(folder, tmp_path):
+    before = shutil.copytree(folder, tmp_path / "before")
+    path = before / "generation_config.json"
+    defaults = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    of_the_file = {"transformers_version": "4.51.0", "_from_model_config": True}
+    ids = json.loads(path.read_text())
+    path.write_text(json.dumps({**ids, **defaults, **of_the_file}))
+    loaded = tim.load(before)
+    stops = (*loaded.stop_tokens, 6)
+    written = tim.save(replace(loaded, stop_tokens=stops), tmp_path / "after")
+    found = json.loads((written / "generation_config.json").read_text())
+    assert found == {**ids, **defaults, "eos_token_id": sorted(stops), "pad_token_id": 0}
+    opened = sources.open_model(str(before))
+    sources.write(tmp_path / "of_run", loaded.params, opened, stops)
+    assert json.loads((tmp_path / "of_run" / "generation_config.json").read_text()) == found
 
 
 def test_an_objective_that_counts_from_a_length_takes_that_of_the_run(model):

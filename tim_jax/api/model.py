@@ -54,6 +54,9 @@ class Model:
     adapter: Adapter | None = None
     """Low-rank adapters on top of the weights, of `load_adapter` or of a step. What is computed has
     them merged; `grpo` and `learn` go on to train them, and them alone."""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """generation_config.json as it was read, such as the defaults that an engine samples with.
+    `save` writes it again; nothing here samples by it."""
 
     @property
     def dtype(self) -> str:
@@ -209,7 +212,15 @@ def begin(
         length=found.config.max_positions,
         column_tiles=where.tensor,
     )
-    return Model(found.config, None, found.tokenizer, found.stop_tokens, numerics, where)
+    return Model(
+        found.config,
+        None,
+        found.tokenizer,
+        found.stop_tokens,
+        numerics,
+        where,
+        generation=found.generation,
+    )
 
 
 def complete(
@@ -249,7 +260,8 @@ def save(model: Model, folder: str | Path, *, dtype: DTypeLike = "float32") -> P
 
     def write() -> str:
         tokenizer = model.tokenizer
-        generation = hf.generation_config(model.config, tokenizer, model.stop_tokens)
+        stops = model.stop_tokens
+        generation = hf.generation_config(model.config, tokenizer, stops, model.generation)
         written = hf.save(
             folder, params, model.config, tokenizer=tokenizer, generation=generation, dtype=stored
         )

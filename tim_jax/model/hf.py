@@ -176,18 +176,27 @@ def save(
     return folder
 
 
+# Of a generation_config.json, what is about how it was written.
+_OF_THE_FILE = {"transformers_version", "_from_model_config"}
+
+
 def generation_config(
-    config: ModelConfig, tokenizer: Any, stop_tokens: Iterable[int]
+    config: ModelConfig,
+    tokenizer: Any,
+    stop_tokens: Iterable[int],
+    read: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The contents of generation_config.json for a model whose responses these tokens end.
 
-    config.json may name fewer of them: what a run was told to stop at is not in it.
+    config.json may name fewer of them: what a run was told to stop at is not in it. The rest, such
+    as the defaults that an engine samples with, is as it was `read` with the model.
     """
+    kept = {name: value for name, value in read.items() if name not in _OF_THE_FILE}
     own = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
     known: dict[str, Any] = {name: token for name, token in own.items() if token is not None}
     if stops := sorted(map(int, stop_tokens)):
         known["eos_token_id"] = stops
-    return _token_ids(config) | known
+    return kept | _token_ids(config) | known
 
 
 def _token_ids(config: ModelConfig) -> dict[str, Any]:

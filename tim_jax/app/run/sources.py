@@ -2,8 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Model:
     tokenizer: Any
     stop_tokens: tuple[int, ...]
     lora: Lora | None = None  # if adapters are trained; they are among the parameters then
+    generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json as read
 
 
 def open_model(source: str) -> Model:
@@ -42,8 +43,9 @@ def open_model(source: str) -> Model:
     folder = hf.resolve(source)
     config = hf.load_config(folder)
     tokenizer = load_tokenizer(folder, vocab_size=config.vocab_size)
-    generation = hf.load_generation_config(folder).get("eos_token_id")
-    found = generation if isinstance(generation, list) else [generation]
+    generation = hf.load_generation_config(folder)
+    ends = generation.get("eos_token_id")
+    found = ends if isinstance(ends, list) else [ends]
     stops = {tokenizer.eos_token_id, *config.eos_token_ids, *found} - {None}
     try:
         check_stop_tokens(sorted(stops), config.vocab_size)
@@ -54,7 +56,7 @@ def open_model(source: str) -> Model:
             f"model {source!r}: no token ends a response: its tokenizer has no eos token, and"
             " config.json and generation_config.json have no eos_token_id"
         )
-    return Model(config, None, tokenizer, tuple(sorted(stops)))
+    return Model(config, None, tokenizer, tuple(sorted(stops)), generation=generation)
 
 
 def random_model(architecture: Architecture, *, seed: int) -> Model:
@@ -145,7 +147,7 @@ def write(
       InputError: it cannot be written.
     """
     tokenizer = model.tokenizer
-    made = hf.generation_config(model.config, tokenizer, stops)
+    made = hf.generation_config(model.config, tokenizer, stops, model.generation)
     hf.save(folder, params, model.config, tokenizer=tokenizer, generation=made, dtype=dtype)
 
 
