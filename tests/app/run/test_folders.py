@@ -428,6 +428,9 @@ def test_what_is_no_run_is_left_as_it_is(tmp_path):
     assert sources.final_model("some/name") == "some/name"
     assert sources.final_model(tmp_path) == tmp_path
     assert sources.final_step(tmp_path) is None
+    (tmp_path / "model").mkdir()
+    (tmp_path / "config.json").touch()  # of a model that lies beside another one
+    assert sources.final_model(tmp_path) == tmp_path
 
 
 def _unwritable(tmp_path):

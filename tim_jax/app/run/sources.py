@@ -190,12 +190,14 @@ def final_step(run: str | os.PathLike[str]) -> int | None:
 
 
 def final_model(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The folder of a run's final model, if `source` is a run; else `source`.
+    """The folder of a run's final model, if `source` is a run; else, as of a model, `source`.
 
     Raises:
       InputError: the run has none yet, or went on since, so that a checkpoint is newer.
     """
     run = expanded(source)
+    if (run / "config.json").is_file():
+        return source
     model, steps = run / _FOLDER, checkpoints.list_steps(run / "checkpoints")
     if not model.is_dir():
         if (run / "config.toml").is_file() and (run / "checkpoints").is_dir():
