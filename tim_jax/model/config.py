@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import changes, whole
 from tim_jax.model.rope import RopeConfig
 
@@ -291,8 +291,9 @@ DENSE = {one.name: one.default for one in fields(ModelConfig) if one.name in _OF
 def check_model_type(value: Any) -> None:
     """Raises `InputError` for what is no family that is computed here."""
     if not isinstance(value, str) or value not in ARCHITECTURES:
-        nearest = did_you_mean(str(value), ARCHITECTURES)
-        raise InputError(f"model_type {value!r} is not supported{nearest}")
+        # The nearest name would be no help: families with names alike are different ones.
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise InputError(f"model_type {value!r} is not supported; known: {known}")
 
 
 def check_size(name: str, value: Any, *, least: int = 1) -> None:
