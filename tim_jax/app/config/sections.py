@@ -458,7 +458,7 @@ class RunSection(Section):
 
     folder: Annotated[str, AfterValidator(_folder)] = "runs/default"
     checkpoint_every: Whole = 20
-    """Steps between checkpoints; 0: only one, at the end."""
+    """Steps between checkpoints; 0: only the one before the first step and the one at the end."""
     keep: Count = 2
     """Checkpoints that stay."""
     sinks: Annotated[
