@@ -158,6 +158,28 @@ def test_retention_and_saving_a_step_twice(tmp_path):
         Checkpoints(tmp_path / "c", keep=0)
 
 
+@pytest.mark.parametrize(("name", "character"), [("sweep[lr=1e-5]", "["), ("a\\b", "\\")])
+def test_a_path_under_which_arrays_would_be_lost_is_refused(tmp_path, name, character):
+    for folder in (tmp_path / name, tmp_path / name / "run"):
+        with pytest.raises(InputError) as refused:
+            folders.open_run(folder, CONFIG)
+        assert str(refused.value) == (
+            f"{folder / 'checkpoints'}: no checkpoint can be kept under a path with a {character}"
+            " in it; use a folder without one, for a run another run.folder"
+        )
+        assert not (folder / "checkpoints").exists()
+
+
+def test_a_checkpoint_whose_arrays_are_in_parts_is_not_sealed(tmp_path):
+    saver = Checkpoints(tmp_path)
+    saver.folder = tmp_path / "a[1]"  # orbax takes it for a pattern and finds no part to merge
+    saver.folder.mkdir()
+    saver.save(1, {"params": {"a": jnp.arange(8)}}, {})
+    with pytest.raises(InputError, match="orbax has not merged the arrays of params"):
+        saver.close()
+    assert not [*saver.folder.iterdir()]
+
+
 def _largest(step_folder):
     files = [path for path in (step_folder / "state").rglob("*") if path.is_file()]
     return max(files, key=lambda path: path.stat().st_size)

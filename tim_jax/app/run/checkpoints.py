@@ -68,12 +68,16 @@ class Checkpoints:
 
     Args:
       owner: False in every process of a job but the first.
+
+    Raises:
+      InputError: `keep` is 0, the folder cannot be made, or its path has a "[" or a backslash.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2, owner: bool = True):
         if keep < 1:
             raise InputError(f"keep is {keep}; at least 1 checkpoint must be kept")
         self.folder = Path(folder).resolve()
+        _refuse_path(self.folder)
         self._keep = keep
         self._owner = owner
         self._pending: Future[None] | None = None
@@ -134,6 +138,7 @@ class Checkpoints:
             self._writer.wait_until_finished()  # for the parts of all processes
             if not self._owner:
                 return
+            _check_merged(saving / "state", manifest["leaves"])
             files = sorted(path for path in (saving / "state").rglob("*") if path.is_file())
             manifest["files"] = {
                 path.relative_to(saving).as_posix(): [path.stat().st_size, _crc(path)]
@@ -237,6 +242,25 @@ def restore(folder: str | os.PathLike[str], like: State, *, step: int | None = N
                 raise
             continue  # a run that goes on has removed one, because it has newer ones
         return Restored(manifest["step"], state, manifest["extra"], tuple(damaged))
+
+
+def _refuse_path(folder: Path) -> None:
+    # Orbax takes the path for a pattern when it merges an item's parts, and TensorStore takes a
+    # backslash for a slash: arrays would be lost.
+    for character in "[\\":
+        if character in str(folder):
+            raise InputError(
+                f"{folder}: no checkpoint can be kept under a path with a {character} in it; use"
+                " a folder without one, for a run another run.folder"
+            )
+
+
+def _check_merged(state: Path, leaves: Mapping[str, Mapping[str, str]]) -> None:
+    """Refuses items whose arrays orbax has left in parts, which it says in a warning alone."""
+    for item, arrays in leaves.items():
+        if arrays and not (state / item / "manifest.ocdbt").is_file():
+            reason = f"orbax has not merged the arrays of {item}"
+            raise InputError(_cannot_write(state.parent.parent, reason))
 
 
 def _newest_whole(
