@@ -475,6 +475,7 @@ CONFIGS = {
     "no such user": ("run.folder=~nobody-here/x", "~nobody-here is no user's home folder"),
     "long name": (f"run.folder={'x' * 300}", "a name has at most 255 bytes"),
     "NUL": (r'run.folder="a\u0000b"', "has a NUL character"),
+    "URL": ("run.folder=gs://my-bucket/run", "is a URL, not a path on this machine; mount the"),
     "option's type": (
         "numerics.compiler_options={a = 1.5}",
         "numerics.compiler_options.a = 1.5: must be text, true or false, or a whole number",
@@ -552,6 +553,8 @@ ARGUMENTS = {
     "prompt": (["generate", "m", ""], "the prompt is empty"),
     "user": (["generate", "~nobody-here/m", "p"], "~nobody-here is no user's home folder"),
     "long": (["export", "run", "x" * 300], "a name has at most 255 bytes"),
+    "URL": (["export", "run", "gs://b/m"], "path 'gs://b/m': is a URL, not a path on this machine"),
+    "URL of a dataset": (["diagnose", "m", "s3://b/r.jsonl"], "path 's3://b/r.jsonl': is a URL"),
     "config": (["train", "~nobody-here/c.toml"], "~nobody-here is no user's home folder"),
     "dial": (["audit", "qwen3", "--sampler", "[{name = 'kv_cache', x = nan}]"], "x = nan: must be"),
 }

@@ -290,6 +290,13 @@ def test_a_disk_that_fills_while_saving_is_one_line(tmp_path, monkeypatch, kind)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_url_is_no_folder_to_save_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"path 'gs://bucket/model': is a URL, not a path"):
+        hf.save("gs://bucket/model", init_params(TINY, 0), TINY)
+    assert not list(tmp_path.iterdir())
+
+
 def test_save_refuses_what_does_not_fit(tmp_path):
     params = init_params(TINY, 0)
     with pytest.raises(InputError, match=r"'bfloat61'.*did you mean 'bfloat16'"):

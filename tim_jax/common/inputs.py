@@ -4,6 +4,7 @@ import json
 import math
 import numbers
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from datetime import date, time
@@ -19,6 +20,8 @@ LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes that file systems take
 LARGEST = 2**63  # the numbers of TOML have 64 bits; a longer one is a slip
 DEEPEST = 32  # tables and lists inside one another
 LONGEST_LINE = 1000  # characters of a message
+
+_URL = re.compile(r"[A-Za-z][\w+.-]*://")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,12 +40,15 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     """Returns a path with `~` and `~user` at its beginning replaced by the home folder.
 
     Raises:
-      InputError: there is no such user, or no file can have such a path: it has a NUL in it, or is
-        too long.
+      InputError: it is a URL, there is no such user, or no file can have such a path: it has a NUL
+        in it, or is too long.
     """
     text = os.fspath(path)
     if "\0" in text:
         raise InputError(f"path {shown(text)}: has a NUL character")
+    if _URL.match(text):
+        rule = "is a URL, not a path on this machine; mount the bucket, or download it"
+        raise InputError(f"path {shown(text)}: {rule}")
     try:
         found = Path(text).expanduser()
     except RuntimeError:
