@@ -15,7 +15,8 @@ find_python() {
 
 setup() {
   VENV="${VENV:-.venv}"
-  if [ ! -x "$VENV/bin/python" ]; then
+  # One whose making was interrupted, or without python3-venv, has a Python but no pip.
+  if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
     "$python" -m venv "$VENV"
   fi
