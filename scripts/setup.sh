@@ -1,5 +1,6 @@
 # Sourced by the other scripts: makes a virtual environment in .venv and installs the project.
-# Use: setup "extra,extra". Needs Python 3.11 or newer (PYTHON names one) and a package index.
+# Use: setup "extra,extra". Needs Python 3.11 or newer (PYTHON names one) and a package index. Its
+# status is 2 if no environment can be made.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 find_python() {
@@ -17,8 +18,9 @@ setup() {
   VENV="${VENV:-.venv}"
   # One whose making was interrupted, or without python3-venv, has a Python but no pip.
   if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
-    python=$(find_python)
-    "$python" -m venv "$VENV"
+    # Spelt out, because "set -e" is off in what is called as "setup ... ||".
+    python=$(find_python) || return 2
+    "$python" -m venv "$VENV" || return 2
   fi
   echo "installing into $VENV (a few minutes the first time) ..."
   "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".${1:+[$1]}"
