@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tim_jax.app.run.charts import series, smooth, training_chart
+from tim_jax.app.run.charts import series, smooth, source_chart, training_chart
 from tim_jax.app.run.loggers import JsonLines
 from tim_jax.common.errors import InputError
 
@@ -66,6 +66,21 @@ def test_short_partial_and_odd_files_are_drawn(tmp_path):
     }.items():
         path = write(tmp_path / f"{name}.jsonl", content)
         assert training_chart(path, tmp_path / f"{name}.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("name", ["a $x^$ b", r"cost $\frac{$"])
+def test_a_dollar_in_a_name_is_no_formula(tmp_path, name):
+    (tmp_path / name).mkdir()
+    metrics = write(tmp_path / name / "metrics.jsonl", rows(3))
+    assert training_chart(metrics, tmp_path / "run.png").read_bytes().startswith(PNG)
+    sampler = {
+        "case": "kernels",
+        "group": "kernels",
+        "metrics": {"log_ratio_abs_mean": 0.1, "log_ratio_abs_max": 0.5},
+        "profiles": {key: [] for key in ("by_position", "by_probability", "by_length")},
+    }
+    record = {"model": name, "jax": "0.10", "cases": [sampler]}
+    assert source_chart(record, tmp_path / "source.png").read_bytes().startswith(PNG)
 
 
 def test_pyplot_stays_out_of_it(tmp_path):

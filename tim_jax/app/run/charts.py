@@ -32,7 +32,7 @@ def training_chart(metrics: str | os.PathLike[str], image: str | os.PathLike[str
         raise InputError(f"{metrics} holds no step yet; there is nothing to draw")
     figure = Figure(figsize=(9.0, 7.6), dpi=150, layout="constrained", facecolor="white")
     run = Path(metrics).resolve().parent.name
-    figure.suptitle(run, fontsize=14, color=_INK)
+    _head(figure, run, size=14)
     sign(figure, f"tim-jax train, run {run}")
     reward, length, exact = figure.subplots(3, 1, sharex=True, height_ratios=(4, 3, 2))
     _draw_reward(reward, records)
@@ -55,10 +55,15 @@ def _saved(figure: Figure, image: str | os.PathLike[str]) -> Path:
     return Path(image)
 
 
+def _head(figure: Figure, title: str, *, size: float) -> None:
+    # Names of folders stand in it, where a "$" begins no formula.
+    figure.suptitle(title, fontsize=size, color=_INK, parse_math=False)
+
+
 def sign(figure: Figure, command: str, *, jax: str | None = None, size: float = 7) -> None:
     """Writes `pages.made_by` at the figure's foot, in letters of `size` points."""
     text = pages.made_by(command, jax=jax)
-    figure.text(0.995, 0.004, text, ha="right", fontsize=size, color="#777777")
+    figure.text(0.995, 0.004, text, ha="right", fontsize=size, color="#777777", parse_math=False)
     engine = figure.get_layout_engine()
     if engine is not None:
         engine.set(rect=(0.0, 0.02, 1.0, 0.98))  # pyright: ignore[reportCallIssue]
@@ -188,7 +193,7 @@ def source_chart(
         raise InputError("no sampler differs from the learner; there is nothing to draw")
     height = max(6.4, 2.2 + 0.27 * len(cases))
     figure = Figure(figsize=(12.5, height), dpi=130, layout="constrained", facecolor="white")
-    figure.suptitle(title or f"Mismatch by source: {record['model']}", fontsize=13, color=_INK)
+    _head(figure, title or f"Mismatch by source: {record['model']}", size=13)
     halves: Any = figure.subfigures(1, 2, width_ratios=(3, 2))
     left, right = halves
     _bars(left.subplots(), cases, len(record["cases"]) - len(cases))
