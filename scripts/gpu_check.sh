@@ -7,9 +7,9 @@
 #   bash scripts/gpu_check.sh --only kernels,speed   # some parts
 #   bash scripts/gpu_check.sh --smoke                # every part on the CPU, small, interpreted
 # Needs an NVIDIA driver and Python 3.11 or newer: JAX with CUDA is installed into .venv-cuda. Where
-# there is no network, PYTHON names an interpreter that has jax, flax, optax, numpy and rich; torch
-# and transformers are compared with where they are installed. Writes gpu.md and gpu.json to --out,
-# after every case; scripts/gpu_page.py makes docs/results/gpu.md of them.
+# there is no network, PYTHON names an interpreter that has jax, flax, optax, numpy, rich and
+# safetensors; torch and transformers are compared with where they are installed. Writes gpu.md and
+# gpu.json to --out, after every case; scripts/gpu_page.py makes docs/results/gpu.md of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extras=cuda

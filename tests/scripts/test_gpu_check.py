@@ -3,9 +3,11 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +47,36 @@ def run(records, ledger, cases, seconds=60.0):
 
 def statuses(ledger):
     return {name: record.status for (_, name), record in ledger.records().items()}
+
+
+def test_it_starts_where_there_is_no_more_than_it_asks_for():
+    """An interpreter that has what the script's head names, and what these packages need."""
+    text = " ".join((SCRIPTS / "gpu_check.sh").read_text().replace("#", "").split())
+    [asked] = re.findall(r"an interpreter that has ([^;]+);", text)
+    page = " ".join((SCRIPTS.parent / "docs" / "kernels.md").read_text().split())
+    assert f"Python that has {asked}: `PYTHON=python3`" in page
+    project = tomllib.loads((SCRIPTS.parent / "pyproject.toml").read_text())["project"]
+    names = {re.split("[>=]", one)[0].replace("-", "_") for one in project["dependencies"]}
+    needed = {"ml_dtypes", "orbax_checkpoint", "pyyaml", "scipy"}
+    absent = names - set(re.split(r", | and ", asked)) - needed
+    assert "transformers" in absent
+    code = f"""
+import runpy, sys
+sys.modules.update(dict.fromkeys({absent}))  # to import one of them is an error
+sys.path[:0] = ["scripts", "scripts/gpu_check"]
+import accuracy, exactness, programs, speed, whole
+sys.argv = ["gpu_check", "--help"]
+runpy.run_path("scripts/gpu_check", run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=SCRIPTS.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--minutes" in done.stdout
 
 
 def test_a_case_that_raises_is_one_failed_case_with_its_reason(records, ledger):
