@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tim_jax.common.errors import InputError
 
@@ -159,7 +159,7 @@ def specs(tree: Any) -> Any:
     return jax.tree.map(spec, tree, is_leaf=_is_axes)
 
 
-def shardings(tree: Any, on: Mesh) -> Any:
+def shardings(tree: Any, on: Mesh | AbstractMesh) -> Any:
     """`NamedSharding`s on a mesh, of a tree of logical axes."""
     return jax.tree.map(lambda axes: NamedSharding(on, spec(axes)), tree, is_leaf=_is_axes)
 

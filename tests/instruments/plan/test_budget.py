@@ -60,11 +60,11 @@ def of_dtype(dtype: str, lora: Lora | None = None) -> workload.Workload:
 
 
 @cache
-def compiled_bytes(what: str, step: workload.Workload) -> int:
+def compiled_bytes(what: str, step: workload.Workload, devices=DEVICES) -> int:
     """What the compiler says that a program of the step needs, and what of the run lies beside."""
-    program = PROGRAMS[what](step, DEVICES)
+    program = PROGRAMS[what](step, devices)
     found = program.function.lower(*program.arguments).compile().memory_analysis()
-    beside = workload.resident(step, DEVICES, "sampler" if what == "sampling" else "update")
+    beside = workload.resident(step, devices, "sampler" if what == "sampling" else "update")
     return found.argument_size_in_bytes + found.temp_size_in_bytes + beside
 
 
@@ -80,6 +80,7 @@ def test_an_update_takes_at_most_22_bytes_a_parameter():
         ("update", "bfloat16", None),
         pytest.param("update", "float32", Lora(4), marks=pytest.mark.slow),
         pytest.param("sampling", "bfloat16", None, marks=pytest.mark.slow),
+        pytest.param("sampling", "float32", None, marks=pytest.mark.slow),
     ],
 )
 def test_an_estimate_is_near_what_the_compiler_says(what, dtype, lora):
@@ -87,6 +88,56 @@ def test_an_estimate_is_near_what_the_compiler_says(what, dtype, lora):
     step = of_dtype(dtype, lora)
     (need,) = (one for one in budget.needs(step, DEVICES) if one.stage == what)
     assert 0.85 < need.total / compiled_bytes(what, step) < 1.05
+
+
+# Of the decode loop's copies.
+WIDE = STEP.varied(
+    execution=replace(STEP.execution, config=replace(LARGE, num_layers=2, intermediate_size=8192)),
+    prompts_per_step=4,
+    micro_batch=4,
+)
+FOUR = tuple(jax.devices()[:4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("own", [None, Placement(data=4)], ids=["gathers", "another layout"])
+def test_an_estimate_holds_for_the_weights_of_a_decode_loop(dtype, own):
+    numerics = replace(NUMERICS, compute_dtype=dtype)
+    step = WIDE.varied(numerics=numerics, placement=Placement(fsdp=4), sampler_placement=own)
+    need, _ = budget.needs(step, FOUR)
+    assert 0.85 < need.total / compiled_bytes("sampling", step, FOUR) < 1.05
+
+
+def test_weights_that_are_gathered_for_decoding_are_counted_whole():
+    step = WIDE.varied(placement=Placement(fsdp=4))
+    need, _ = budget.needs(step, FOUR)
+    assert need.parts["weights for decoding"] >= workload.weight_bytes(step)
+    sharded = budget.needs(step.varied(placement=Placement(fsdp=4, decode="sharded")), FOUR)
+    most = max(stage.total for stage in sharded)
+    line = refused(step, most=most, devices=FOUR)
+    assert line.endswith('; placement.decode = "sharded"')
+
+
+@pytest.mark.parametrize(
+    ("sampler", "beside"),
+    [
+        ({}, "learner"),
+        ({"max_staleness": 2}, "learner"),
+        ({"own_devices": True, "max_staleness": 2}, "sampler"),
+    ],
+)
+def test_a_samplers_own_weights_have_its_own_layout(sampler, beside):
+    """The program's arguments are one copy of them."""
+    whole = workload.weight_bytes(WIDE)
+    step = WIDE.varied(placement=Placement(fsdp=2), sampler_placement=Placement(data=2), **sampler)
+    need, _ = budget.needs(step, FOUR)
+    copies = 1 + step.training.kept_weights
+    assert need.parts["the sampler's own weights"] == copies * whole
+    state, weights, _ = workload.laid_out(step, FOUR)
+    of_learner = copies * workload.bytes_per_device(weights) + workload.bytes_per_device(state)
+    expected = (copies - 1) * whole + (beside == "learner") * of_learner
+    assert workload.resident(step, FOUR, "sampler") == expected
 
 
 @pytest.mark.slow
@@ -246,10 +297,11 @@ def test_a_state_that_no_setting_shrinks_names_more_devices():
 
 
 def test_devices_that_nothing_lies_on_are_named():
-    most = max(totals(STEP)) * 2 // 3
-    line = refused(STEP, most, devices=tuple(jax.devices()[:2]))
-    assert line.endswith("placement.fsdp = 2")
-    budget.check(STEP.varied(placement=Placement(fsdp=2)), tuple(jax.devices()[:2]), most=most)
+    two, wider = tuple(jax.devices()[:2]), STEP.varied(placement=Placement(fsdp=2))
+    most = max(need.total for need in budget.needs(wider, two))
+    line = refused(STEP, most, devices=two)
+    assert line.endswith("; placement.fsdp = 2")
+    budget.check(wider, two, most=most)
 
 
 def test_a_run_is_refused_before_a_weight_is_made(monkeypatch):
@@ -272,7 +324,8 @@ def test_a_container_has_what_its_control_group_says(tmp_path, monkeypatch):
 def test_episodes_of_several_turns_keep_their_weights_laid_apart():
     single, _ = budget.needs(STEP, DEVICES)
     several, _ = budget.needs(STEP.varied(turns=Turns(4, 8)), DEVICES)
-    assert several.total - single.total == single.parts["weights"]
+    assert several.parts["weights for decoding"] == single.parts["weights"]
+    assert several.total > single.total
 
 
 def test_a_plan_of_several_turns_is_refused_with_what_can_be_planned():

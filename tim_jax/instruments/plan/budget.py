@@ -19,6 +19,7 @@ from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
 from tim_jax.placement import Devices
+from tim_jax.policy import sampler
 from tim_jax.policy.scoring import shares_gradient
 
 _MARGIN = 1.05  # an estimate may be so much too high, so what is near the limit may try
@@ -64,23 +65,50 @@ def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
         "reference": workload.has_reference * (size(state.params) + size(weights)),
         "older weights": workload.training.kept_weights * size(weights),
     }
-    widened = _widened(workload.execution, weights, devices)
     waiting = ("masters", "optimiser") if workloads.offloaded(workload, devices) else ()
     kept = {name: size for name, size in always.items() if name not in waiting}
     drawn = {} if workload.sampler.own_devices else kept
-    drawn = {**drawn, "cache": _cache(workload), "logits": _logits(workload)}
-    if workload.sampler_copies:
-        drawn["the sampler's own weights"] = workload.sampler_copies * size(weights)
-    if workload.training.turns is not None:  # kept from one call to the next
-        drawn["weights, layer by layer"] = size(weights)
-    drawn["float32 factors of products"] = widened
+    drawn = {**drawn, **_drawing(workload, devices)}
     learnt = {**always, **_learning(workload, state, weights)}
-    if widened:  # one at a time: a gradient's products take their operands row by row
+    if _widened(workload.execution, weights, devices):
+        # One at a time: a gradient's products take their operands row by row.
         learnt["a transposed factor of products"] = workloads.bytes_per_device(weights["head"])
     if workload.execution.lora is not None:  # after the gradient, before they are joined
         before = learnt["a layer or the logits"] + learnt.get("a transposed factor of products", 0)
         learnt["merged matrices"] = max(0, size(weights["layers"]) - before)
     return Need("sampling", drawn), Need("update", learnt)
+
+
+def _drawing(workload: Workload, devices: Devices) -> dict[str, int]:
+    """Bytes of sampling beside the run's state: the sampler's weights, keys and values, logits."""
+    given, decoding = workloads.drawing_weights(workload)
+    widened = _widened(workload.execution, decoding, devices)
+    made = {"cache": _cache(workload), "logits": _logits(workload)}
+    made["float32 factors of products"] = widened
+    return {
+        "the sampler's own weights": workload.sampler_copies * workloads.bytes_per_device(given),
+        "weights for decoding": _copies(workload, decoding, devices, sum(made.values())),
+        **made,
+    }
+
+
+def _copies(workload: Workload, weights: Any, devices: Devices, beside: int) -> int:
+    """Bytes of the copies of the weights that sampling makes: gathered over fsdp, and by layer.
+
+    Args:
+      weights: as they are in the decode loop.
+      beside: bytes of what else is made for the loop. It may take the place of the gathered stacks
+        of layers, which are of no more use once they are cut into layers.
+    """
+    size, drawing = workloads.bytes_per_device, workload.training.drawing
+    whole, stacks = size(weights), size([weights[name] for name in drawing.config.stacks])
+    gathers = sampler.in_loop(drawing)[0].placement != drawing.placement
+    if devices[0].platform == "tpu":  # whose compiler reads layers where the stacks lie
+        made = gathers * stacks
+    else:
+        made = whole + max(0, stacks - beside) if gathers else stacks
+    turns = workload.training.turns is not None  # whose weights outlast a call
+    return max(whole, made) if turns else made
 
 
 def _widened(execution: Execution, weights: Any, devices: Devices) -> int:
@@ -294,6 +322,10 @@ def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[
     staying = workload.training.offload or workload.training.kept_weights
     if workloads.offloaded(offload, devices) and not staying:
         yield "learner.offload = true", lambda it: it.varied(offload=True)
+    drawing = workload.training.drawing.placement
+    if drawing.fsdp > 1 and drawing.decode == "whole":
+        key = "placement" if workload.sampler.placement is None else "placement.sampler"
+        yield f'{key}.decode = "sharded"', _decode_sharded
     if workload.execution.numerics.compute_dtype == "float32" and devices[0].platform != "cpu":
         yield 'numerics.dtype = "bfloat16"', _narrow
     spare = len(devices) // where.devices
@@ -301,6 +333,12 @@ def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[
         wider = replace(where, fsdp=where.fsdp * spare)
         if workload.sequences % wider.shards == 0:
             yield f"placement.fsdp = {wider.fsdp}", lambda it: it.varied(placement=wider)
+
+
+def _decode_sharded(workload: Workload) -> Workload:
+    own = "placement" if workload.sampler.placement is None else "sampler_placement"
+    sharded = replace(workload.training.drawing.placement, decode="sharded")
+    return workload.varied(**{own: sharded})
 
 
 def _narrow(workload: Workload) -> Workload:

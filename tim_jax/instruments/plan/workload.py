@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from tim_jax import placement
 from tim_jax.common.types import Prompts, Rollout, route_dtype
 from tim_jax.instruments.plan.hlo import Times
 from tim_jax.model import adapters, packing
 from tim_jax.model.execution import Execution
-from tim_jax.model.weights import param_axes, parameter_shapes
+from tim_jax.model.weights import param_axes, parameter_shapes, weight_axes
 from tim_jax.placement import Devices
 from tim_jax.policy import sampler
 from tim_jax.rl import micro_batches, programs
@@ -245,12 +245,14 @@ def resident(workload: Workload, devices: Devices, stage: str) -> int:
     base = bytes_per_device(laid.base)
     masters = bytes_per_device(laid.state.params)
     reference = weights + masters if workload.has_reference else 0
-    copies, ahead = workload.sampler_copies * weights, workload.training.kept_weights * weights
-    if stage == "sampler" and workload.sampler.own_devices:
-        return copies - weights  # of which one is an argument
+    ahead = workload.training.kept_weights * weights
     if stage == "sampler":
+        copies = workload.sampler_copies
+        own = max(0, copies - 1) * bytes_per_device(drawing_weights(workload)[0])
+        if workload.sampler.own_devices:
+            return own
         kept = base + (0 if offloaded(workload, devices) else state)
-        return kept + reference + copies + ahead
+        return kept + reference + (weights if copies else 0) + own + ahead
     if stage == "scoring":  # whose arguments the reference's weights are
         return base + state + ahead + (masters if workload.has_reference else 0)
     return reference + ahead + laid.unread_base
@@ -268,6 +270,21 @@ def laid_out(workload: Workload, devices: Devices) -> tuple[Tree, Tree, Tree]:
     """
     laid = _Laid(workload, workload.execution, devices)
     return laid.state, laid.weights, laid.base
+
+
+def drawing_weights(workload: Workload) -> tuple[Tree, Tree]:
+    """Shapes of the sampler's weights, with their shardings: as it gets them, and as it decodes."""
+    given = workload.training.drawing
+    return _laid_weights(given), _laid_weights(sampler.in_loop(given)[0])
+
+
+def _laid_weights(execution: Execution) -> Tree:
+    """Shapes of an execution's weights with their shardings, whatever devices there are."""
+    on = AbstractMesh(execution.placement.shape, placement.AXES)
+    shapes = jax.eval_shape(execution.prepare, parameter_shapes(execution.config))
+    leaf_axes = weight_axes(execution.config, execution.numerics)
+    targets = placement.shardings(leaf_axes, on)
+    return jax.tree.map(lambda x, s: _shape(x.shape, x.dtype, s), shapes, targets)
 
 
 def weight_bytes(workload: Workload) -> int:
