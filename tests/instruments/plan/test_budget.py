@@ -257,9 +257,19 @@ def test_the_line_says_what_how_much_and_how_it_would_fit():
     budget.check(wide.with_micro_batch(rows), DEVICES, most=most)
     assert "needs about" in refused(wide.with_micro_batch(2 * rows), most=most)
     tokens = wide.varied(micro_batch=None, micro_batch_tokens=128 * wide.longest)
-    assert totals(tokens) == totals(wide)  # a full buffer has as many tokens as the rows
+    half = tokens.varied(micro_batch_tokens=64 * wide.longest)
+    assert totals(half) == totals(wide.with_micro_batch(64))  # of as many tokens
     line = refused(tokens, most=most)
     assert line.endswith(f"; learner.micro_batch_tokens = {rows * wide.longest}")
+
+
+def test_a_buffer_is_counted_with_all_its_tokens():
+    """Also with those that no number of rows makes, and that no sequence of the step fills."""
+    rows = STEP.varied(prompts_per_step=64)
+    _, need = budget.needs(rows.with_micro_batch(1), DEVICES)
+    for tokens in (127 * rows.longest, 200 * rows.longest):
+        _, found = budget.needs(rows.varied(micro_batch=4, micro_batch_tokens=tokens), DEVICES)
+        assert found.parts["activations"] * rows.longest == need.parts["activations"] * tokens
 
 
 def test_a_sampler_that_is_too_large_is_told_its_slots():

@@ -572,7 +572,7 @@ def test_a_step_is_given_what_its_estimator_needs():
 
 def test_responses_of_a_mean_length_are_learnt_from_in_as_many_buffers_as_they_fill():
     rows = RECIPE.varied(execution=replace(RECIPE.execution, sampling=Sampling(300)), remat=True)
-    rows = replace(rows, tokens=3 * rows.longest)
+    rows = rows.varied(micro_batch_tokens=3 * rows.longest)
     what = replace(rows, mean_tokens=75)
     responses = what.lengths - what.prompt_length
     assert responses.max() <= 300 < 3 * responses.max()  # of 16 the longest is no outlier
@@ -590,6 +590,38 @@ def test_responses_of_a_mean_length_are_learnt_from_in_as_many_buffers_as_they_f
     flops = costs.count(traced, program.trips).flops
     assert flops < costs.count(traced, all_longest).flops / 2
     assert roofline.least(what, "update").flops < roofline.least(rows, "update").flops / 2
+
+
+def test_buffers_are_planned_as_the_run_has_them():
+    """Not as rows of the longest, whose number divides those of an update."""
+    tokens = 7 * RECIPE.longest + 1
+    what = RECIPE.varied(micro_batch_tokens=tokens)
+    assert what.training.learning.micro_batch_tokens == tokens
+    assert what.size == f"of {tokens} tokens"
+    assert [len(part) for part in workload.parts(what)] == [7, 7, 2]
+    program = workload.updating(what, EIGHT.devices)
+    assert program.trips[0] == 3
+    shapes = {v.aval.shape for one in equations(program) for v in one.outvars}
+    assert any(shape[:1] == (tokens,) for shape in shapes)
+
+
+def equations(program) -> list:
+    def of(jaxpr) -> list:
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        inner = (of(part) for one in jaxpr.eqns for part in jaxprs_in_params(one.params))
+        return [*jaxpr.eqns, *(one for some in inner for one in some)]
+
+    return of(program.function.trace(*program.arguments).jaxpr)
+
+
+def test_no_more_sequences_share_a_buffer_than_the_run_allows():
+    what = RECIPE.varied(micro_batch=4, micro_batch_tokens=16 * RECIPE.longest)
+    what = replace(what, mean_tokens=3)
+    assert what.training.learning.micro_batch == 4
+    assert [len(part) for part in workload.parts(what)] == [4] * 4
+    assert workload.learner_trips(what, "update")[0] == 4
+    halves = what.varied(placement=Placement(fsdp=2), micro_batch=8)
+    assert [len(part) for part in workload.parts(halves)] == [4, 4]
 
 
 def open_loops(jaxpr) -> int:

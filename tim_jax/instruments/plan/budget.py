@@ -159,7 +159,7 @@ def _gradient(workload: Workload, state: Any, weights: Any) -> tuple[int, int]:
     learnt = {name: leaf for name, leaf in weights.items() if name != "head"}
     learnt = learnt if shares_gradient(execution) else weights
     # A micro-batch's gradient of the layers stands beside the sum, in the compute dtype.
-    several = workload.training.micro_batch < workload.training.rows
+    several = bool(workload.tokens) or workload.training.micro_batch < workload.training.rows
     stacks = [weights[name] for name in execution.config.stacks]
     layers = several * workloads.bytes_per_device(stacks)
     return 4 * _elements(learnt) + head * (4 + wide), layers
@@ -170,8 +170,8 @@ def _learning(workload: Workload, state: Any, weights: Any) -> dict[str, int]:
     execution, where = workload.execution, workload.execution.placement
     config, numerics = execution.config, execution.numerics
     gradient, layers = _gradient(workload, state, weights)
-    rows = max(1, workload.training.micro_batch // where.shards)
-    tokens, wide = rows * workload.longest, numerics.dtype.itemsize
+    tokens = (workload.tokens or workload.training.micro_batch * workload.longest) // where.shards
+    wide = numerics.dtype.itemsize
     layer = 4 * config.hidden_size + _of_attention(config) + 3 * config.active_width
     layer *= tokens
     if config.num_experts:  # what each of a token's experts makes of it, float32
@@ -309,7 +309,7 @@ def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[
     if best is not None and best < slots:
         yield f"sampler.slots = {best}", lambda it: it.varied(slots=best)
     rows = workload.training.rows
-    sizes = [n for n in range(workload.training.micro_batch - 1, 0, -1) if rows % n == 0]
+    sizes = [n for n in range(rows, 0, -1) if rows % n == 0 and n < workload.full_rows]
     sizes = [n for n in sizes if n % where.shards == 0]
     fitting = (n for n in sizes if _fits(workload.with_micro_batch(n), devices, most))
     size = next(fitting, sizes[-1] if sizes else None)

@@ -180,6 +180,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "samples": workload.learning.samples,
         "sampler_slots": workload.sampler.batching.slots or workload.sequences,
         "micro_batch": workload.training.micro_batch,
+        "micro_batch_tokens": workload.tokens,
         "fits": plan.fits,
         "stages": {
             stage.name: _stage_values(stage) | _time_values(stage, plan) for stage in plan.stages

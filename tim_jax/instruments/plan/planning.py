@@ -98,7 +98,7 @@ def _of_learner(workload: Workload) -> Iterator[str]:
     learning, shards = workload.learning, workload.execution.placement.shards
     if not learning.remat:
         yield "learner.remat = true: activations of one layer at a time, for a second forward"
-    if workload.training.micro_batch > shards:
+    if workload.full_rows > shards:
         key, unit = workload.micro_batch
         yield f"{key} = {shards * unit}: one sequence a device at a time"
 
@@ -116,7 +116,7 @@ class Largest:
 
 
 def largest(
-    total: Total, allowed: Sequence[int], *, capacity: int, known: dict[int, int]
+    total: Total, allowed: Sequence[int], *, capacity: int, known: dict[float, int]
 ) -> Largest:
     """The largest of `allowed`, ascending, whose total is within `capacity`.
 
@@ -149,7 +149,7 @@ def largest(
     return Largest(allowed[low - 1], at(allowed[low - 1]), low < len(allowed))
 
 
-def _guess(known: dict[int, int], allowed: Sequence[int], capacity: int) -> int:
+def _guess(known: dict[float, int], allowed: Sequence[int], capacity: int) -> int:
     """Index of the largest count that should fit, by the line through the two nearest totals."""
     near = sorted(known, key=lambda count: abs(known[count] - capacity))[:2]
     if len(near) < 2:
@@ -320,7 +320,7 @@ def _searches(
     training, batching = workload.training, workload.sampler.batching
 
     def search(
-        stage: Stage, allowed: Sequence[int], now: int, varied: Callable[[int], Workload]
+        stage: Stage, allowed: Sequence[int], now: float, varied: Callable[[int], Workload]
     ) -> Largest:
         own = layers if stage.name == "sampler" else None
 
@@ -340,7 +340,7 @@ def _searches(
         yield "sampler.slots", search(stages[0], allowed, now, lambda n: workload.varied(slots=n))
     key, unit = workload.micro_batch
     allowed = _divisors(training.rows, workload.execution.placement.shards)
-    rows = search(stages[-1], allowed, training.micro_batch, workload.with_micro_batch)
+    rows = search(stages[-1], allowed, workload.full_rows, workload.with_micro_batch)
     yield key, replace(rows, count=rows.count * unit)
 
 

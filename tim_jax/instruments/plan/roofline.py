@@ -202,7 +202,7 @@ def seen(workload: Workload, stage: str) -> float:
     In the sampler rows are those of decoding, in "prefill" of prompts, and else of whole sequences.
     """
     prompt, block = workload.prompt_length, workload.execution.numerics.kv_block
-    if workload.mean_tokens is not None and stage in ("scoring", "update"):
+    if workload.tokens and stage in ("scoring", "update"):
         return _seen_in_buffers(workload)
     length = prompt if stage == "prefill" else workload.longest
     rows = range(prompt if stage == "sampler" else 0, length)
@@ -215,7 +215,7 @@ def _seen_in_buffers(workload: Workload) -> float:
 
     Rows behind a sequence's end see one block.
     """
-    numerics, count = workload.execution.numerics, len(workload.lengths)
+    numerics, count = workload.execution.numerics, workload.part_rows
     block, grouping = numerics.kv_block, packing.grouping(numerics.family)
     widths = grouping.classes(workload.longest)
     rows, keys = 0, 0

@@ -30,31 +30,24 @@ Tree = Any
 class Workload:
     """One step of a run, and the length that its prompts are padded to.
 
-    Micro-batches of tokens are planned as rows of the longest sequence, about as many tokens: what
-    they need at most. That is the memory of a buffer which is full, and the time of a step all of
-    whose sequences are the longest. With `mean_tokens` the learner's programs are those of the
-    buffer, and their loops run as often as responses need that are log-normal, of this mean.
+    Micro-batches of tokens are planned as the buffers that the run has. How many of them a step
+    fills, and how often their loops run, follows from the sequences: those of responses that are
+    log-normal, of this mean, or all the longest.
     """
 
     training: Training
     prompt_length: int
     mean_tokens: int | None = None  # of a response
-    tokens: int | None = None  # of the run's micro-batches, if they are of tokens
-
-    def __post_init__(self):
-        tokens, shards = self.learning.micro_batch_tokens, self.execution.placement.shards
-        if tokens is None:
-            return
-        object.__setattr__(self, "tokens", tokens)
-        own, rows = tokens // shards, self.training.rows // shards
-        fit = [n for n in range(1, rows + 1) if not rows % n and n * self.longest <= own]
-        padded = {"micro_batch": shards * max(fit, default=1), "micro_batch_tokens": None}
-        object.__setattr__(self, "training", self.training.varied(**padded))
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return self.prompt_length + self.execution.sampling.max_tokens
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of a micro-batch over all devices, if the run has micro-batches of tokens."""
+        return self.learning.micro_batch_tokens
 
     @property
     def micro_batch(self) -> tuple[str, int]:
@@ -64,18 +57,19 @@ class Workload:
         return "learner.micro_batch", 1
 
     @property
-    def size(self) -> str:
-        """How large a micro-batch is that the learner's programs are compiled for, in words."""
-        rows, (_, unit) = self.training.micro_batch, self.micro_batch
-        tokens = rows * unit if self.mean_tokens is None else self.tokens
-        return f"of {tokens:,} tokens" if self.tokens else str(rows)
+    def full_rows(self) -> float:
+        """How many of the longest sequences a micro-batch has room for, over all devices."""
+        return self.tokens / self.longest if self.tokens else self.training.micro_batch
 
     @property
-    def learner(self) -> Training:
-        """What the learner's programs are compiled of."""
-        if self.mean_tokens is None:
-            return self.training
-        return self.training.varied(micro_batch=None, micro_batch_tokens=self.tokens)
+    def part_rows(self) -> int:
+        """The most sequences of a device in a micro-batch, whatever their lengths."""
+        return self.training.micro_batch // self.execution.placement.shards
+
+    @property
+    def size(self) -> str:
+        """How large a micro-batch is, in words."""
+        return f"of {self.tokens:,} tokens" if self.tokens else str(self.training.micro_batch)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -139,9 +133,14 @@ class Workload:
         return self.varied(execution=replace(self.execution, config=config))
 
     def with_micro_batch(self, rows: int) -> "Workload":
-        """The same step in other micro-batches; the noise is measured only if there are several."""
+        """The same step in micro-batches with room for this many of the longest sequences.
+
+        The noise is measured only if there are several.
+        """
+        if self.tokens:
+            return self.varied(micro_batch_tokens=rows * self.longest)
         noise = self.learning.noise_scale and rows < self.training.rows
-        return replace(self, mean_tokens=None).varied(micro_batch=rows, noise_scale=noise)
+        return self.varied(micro_batch=rows, noise_scale=noise)
 
     def varied(self, **changes: Any) -> "Workload":
         """The same step with other fields of its training, see `Training.varied`."""
@@ -204,7 +203,8 @@ def parts(workload: Workload) -> list[np.ndarray]:
     """The lengths of the sequences of each of a device's micro-batches of tokens."""
     assert workload.tokens is not None
     lengths, shards = workload.lengths, workload.execution.placement.shards
-    filled = partial(micro_batches.fill, tokens=workload.tokens // shards, rows=len(lengths))
+    own = workload.tokens // shards
+    filled = partial(micro_batches.fill, tokens=own, rows=workload.part_rows)
     part_of = np.asarray(jax.jit(filled)(jnp.asarray(lengths)))
     return [lengths[part_of == number] for number in range(part_of.max() + 1)]
 
@@ -215,14 +215,14 @@ def learner_trips(workload: Workload, stage: str) -> tuple[Times, ...]:
     Inside are attention's loops over groups of about as long sequences, once more in the backward
     and if the layers are computed anew, and the head's over tiles of targets.
     """
-    if workload.mean_tokens is None:
+    if workload.tokens is None:
         return ()
     of_parts = parts(workload)
-    count, prompt = len(workload.lengths), workload.prompt_length
+    count, prompt = workload.part_rows, workload.prompt_length
     grouping = packing.grouping(workload.execution.numerics.family)
     counted = [grouping.groups(part, workload.longest, count) for part in of_parts]
     groups = [Fraction(sum(column), len(of_parts)) for column in zip(*counted, strict=True)]
-    size = min(workload.execution.numerics.head_rows, workload.tokens or 1)
+    size = min(workload.execution.numerics.head_rows, workload.tokens)
     targets = [int(np.sum(part - prompt)) for part in of_parts]
     head = Fraction(sum(-(-one // size) for one in targets), len(of_parts))
     if stage == "scoring":
@@ -329,7 +329,7 @@ class _Laid:
     @property
     def built(self) -> programs.Programs:
         """The learner's programs: its sampler is compiled by itself."""
-        training = self.workload.learner.varied(sampler=Sampler(), offload=False)
+        training = self.workload.training.varied(sampler=Sampler(), offload=False)
         return programs.build(training, self.devices)
 
     @property
