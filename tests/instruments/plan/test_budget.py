@@ -314,6 +314,35 @@ def test_devices_that_nothing_lies_on_are_named():
     budget.check(wider, two, most=most)
 
 
+@pytest.mark.parametrize(
+    ("changes", "devices", "advice"),
+    [
+        # 6 do not divide the model's sizes, nor 5 the sequences.
+        ({"prompts_per_step": 6, "micro_batch": 12}, 6, "placement.fsdp = 4"),
+        (
+            {"prompts_per_step": 8, "micro_batch": 2},
+            4,
+            "placement.fsdp = 4, learner.micro_batch = 4",
+        ),
+        (
+            {"prompts_per_step": 8, "micro_batch": None, "micro_batch_tokens": 2 * STEP.longest},
+            4,
+            f"placement.fsdp = 4, learner.micro_batch_tokens = {4 * STEP.longest}",
+        ),
+    ],
+)
+def test_devices_are_only_named_where_a_run_takes_them(changes, devices, advice):
+    there = tuple(jax.devices()[:devices])
+    step = STEP.varied(**changes)
+    spread = step.varied(placement=Placement(fsdp=int(advice[17])))
+    if "," in advice:
+        spread = spread.with_micro_batch(4)
+    most = max(need.total for need in budget.needs(spread, there))
+    assert refused(step, most, devices=there).endswith(f"; {advice}")
+    spread.training.check()
+    budget.check(spread, there, most=most)
+
+
 def test_a_run_is_refused_before_a_weight_is_made(monkeypatch):
     config = toml.build(tomllib.loads(tiny.RUN))
     monkeypatch.setattr(budget, "capacity", lambda device, sharing=1: 10_000)

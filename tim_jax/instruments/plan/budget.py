@@ -16,11 +16,13 @@ import jax
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.plan import workload as workloads
 from tim_jax.instruments.plan.workload import Workload
+from tim_jax.model import parameters
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
 from tim_jax.placement import Devices
 from tim_jax.policy import sampler
 from tim_jax.policy.scoring import shares_gradient
+from tim_jax.rl import rules
 
 _MARGIN = 1.05  # an estimate may be so much too high, so what is near the limit may try
 _LOGITS = 2.5  # float32 arrays of a tile's logits that exist at a time, learner and sampler
@@ -280,7 +282,10 @@ def _too_much(need: Need, used: Devices, most: int, helps: str) -> str:
 
 
 def _ways(workload: Workload, devices: Devices, most: int) -> Iterator[str]:
-    """Settings that make it fit: the first of the single changes, else those changes together."""
+    """Settings that make it fit: the first of the single changes, else those changes together.
+
+    On more of the devices, if there are any that nothing lies on, where no change helps without.
+    """
     found: list[str] = []
     changed = workload
     for text, change in _changes(workload, devices, most):
@@ -292,6 +297,13 @@ def _ways(workload: Workload, devices: Devices, most: int) -> Iterator[str]:
         if len(found) > 1 and _fits(changed, devices, most):
             yield ", ".join(found)
             return
+    if (wider := _wider(workload, devices)) is None:
+        return
+    text, spread = wider
+    if _fits(spread, devices, most):
+        yield text
+    else:
+        yield from (f"{text}, {more}" for more in _ways(spread, devices, most))
 
 
 Change = Callable[[Workload], Workload]
@@ -328,11 +340,41 @@ def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[
         yield f'{key}.decode = "sharded"', _decode_sharded
     if workload.execution.numerics.compute_dtype == "float32" and devices[0].platform != "cpu":
         yield 'numerics.dtype = "bfloat16"', _narrow
-    spare = len(devices) // where.devices
-    if spare > 1 and workload.sampler.placement is None:
-        wider = replace(where, fsdp=where.fsdp * spare)
-        if workload.sequences % wider.shards == 0:
-            yield f"placement.fsdp = {wider.fsdp}", lambda it: it.varied(placement=wider)
+
+
+def _wider(workload: Workload, devices: Devices) -> tuple[str, Workload] | None:
+    """The step on as many of the devices as it can be, and its settings; None: on no more.
+
+    Micro-batches that do not spread over them become the smallest that do.
+    """
+    where, rows = workload.execution.placement, workload.training.rows
+    if workload.sampler.placement is not None:
+        return None
+    for times in range(len(devices) // where.devices, 1, -1):
+        wider = replace(where, fsdp=times * where.fsdp)
+        text, step = f"placement.fsdp = {wider.fsdp}", workload.varied(placement=wider)
+        if _possible(step):
+            return text, step
+        sizes = range(wider.shards, rows + 1, wider.shards)
+        size = next((n for n in sizes if rows % n == 0), None)
+        if size is not None and _possible(step.with_micro_batch(size)):
+            key, unit = workload.micro_batch
+            return f"{text}, {key} = {size * unit}", step.with_micro_batch(size)
+    return None
+
+
+def _possible(workload: Workload) -> bool:
+    """Whether a run takes these settings."""
+    execution, tokens = workload.execution, workload.tokens
+    where = execution.placement
+    try:
+        workload.training.check()
+        parameters.check(execution.config, execution.numerics, where)
+        if tokens is not None:
+            rules.check_micro_batch_tokens(tokens, longest=workload.longest, placement=where)
+    except InputError:
+        return False
+    return True
 
 
 def _decode_sharded(workload: Workload) -> Workload:
