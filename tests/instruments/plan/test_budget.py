@@ -350,6 +350,45 @@ def test_a_run_is_refused_before_a_weight_is_made(monkeypatch):
         checks.check_memory(config)
 
 
+def test_an_evaluation_is_refused_for_what_it_needs_itself(monkeypatch):
+    """Without optimiser, reference and older weights, and with its own number of sequences."""
+    text = tiny.RUN + "\n[learner.objective]\nkl_coefficient = 0.1\n"
+    config = toml.build(tomllib.loads(text))
+    config = config.model_copy(
+        update={"eval": config.eval.model_copy(update={"prompts": 1, "samples": 1})}
+    )
+    seen = []
+    with monkeypatch.context() as patch:
+        patch.setattr(budget, "check_sampling", lambda step, *_: seen.append(step))
+        checks.check_evaluation(config)
+    (step,) = seen
+    need, _ = budget.needs(step, DEVICES)
+    assert not any(need.parts[name] > 100 for name in ("optimiser", "reference", "older weights"))
+    assert step.sequences == 1
+    monkeypatch.setattr(budget, "capacity", lambda device, sharing=1: need.total)
+    checks.check_evaluation(config)
+    with pytest.raises(InputError, match="memory: "):
+        checks.check_memory(config)
+
+
+def test_parameters_on_the_host_are_there_while_weights_are_made(monkeypatch):
+    """As on an accelerator."""
+    monkeypatch.setattr(workload, "offloaded", lambda step, devices: step.training.offload)
+    monkeypatch.setattr(budget, "_widened", lambda *_: 0)
+    draw = partial(
+        checks.check_sampling, STEP.execution, prompts=1, samples=1, prompt_length=32, helps="less"
+    )
+    weights = workload.weight_bytes(STEP)
+    most = 4 * PARAMETERS + weights
+    monkeypatch.setattr(budget, "capacity", lambda device, sharing=1: most)
+    draw(offload=True)
+    with pytest.raises(InputError, match=r"memory: sampling needs about .*masters"):
+        draw()
+    most = int(most / 1.06)
+    with pytest.raises(InputError, match=r"memory: making the weights needs about .*; less"):
+        draw(offload=True)
+
+
 def test_a_container_has_what_its_control_group_says(tmp_path, monkeypatch):
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(budget, "_LIMITS", (tmp_path / "absent", limit))

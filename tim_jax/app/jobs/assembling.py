@@ -17,7 +17,6 @@ from tim_jax.tasks.base import Task
 from tim_jax.tasks.episodes import Environment
 
 _EVAL_KEY = 0
-_EVAL_ROUNDS = 4  # times as many sequences as slots are queued at a time
 SHOWN = 4  # completions that are shown before and after
 
 
@@ -91,16 +90,9 @@ def evaluator(
 ) -> Callable[[Any], tuple[dict[str, float], list[Sample]]]:
     """(weights) -> metrics and samples of the held-out problems, as `config.eval` asks for."""
     section = config.eval
-    batching = config.sampler.batching
-    slots = batching.slots or config.sequences_per_step
-    batching = replace(batching, slots=slots)
-    # The prompts' keys and values of a whole batch are kept, so it is not the whole evaluation.
-    batch = min(section.prompts, max(1, _EVAL_ROUNDS * slots // section.samples))
-    # Whole rows for every device; the evaluation fills up with prompts that are not counted.
-    batch += -batch % execution.placement.prompts_multiple(section.samples)
+    batch, batching = assembly.batch_evaluation(config, execution.placement)
     sampling = replace(execution.sampling, temperature=section.temperature, top_k=0, top_p=1.0)
     own = replace(execution, sampling=sampling)
-    batching = batching.rounded(execution.placement.shards)
     how: Any = {"samples": section.samples, "batching": batching}
     if (turns := config.turns) is not None:
         sample = episodes.build(own, turns=turns, **how)

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -10,7 +11,7 @@ import optax
 from tim_jax import objectives
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.jobs import planning
-from tim_jax.app.run import checkpoints, folders
+from tim_jax.app.run import assembly, checkpoints, folders
 from tim_jax.app.run import numerics as run_numerics
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
@@ -19,7 +20,7 @@ from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model.execution import Execution
 from tim_jax.placement import processes
 from tim_jax.rl.drawing import Text
-from tim_jax.rl.training import Training
+from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import Learning
 from tim_jax.tasks.base import Task
 
@@ -49,12 +50,20 @@ def check_memory(config: RunConfig) -> None:
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """The same for the evaluation alone."""
+    """The same for the evaluation alone, which has no optimiser and no reference policy."""
 
     def check() -> None:
         if (step := _step(config)) is not None:
-            helps = "a smaller sampler.slots, or placement.fsdp with more devices, needs less"
-            budget.check_sampling(step, tuple(jax.devices()), helps)
+            prompts, batching = assembly.batch_evaluation(config, step.execution.placement)
+            training = _drawing(step.execution, prompts=prompts, samples=config.eval.samples)
+            sampler = Sampler(batching=batching)
+            training = replace(training, sampler=sampler, turns=config.turns, offload=True)
+            helps = (
+                "a smaller sampler.slots, or placement.fsdp with more devices and"
+                ' placement.decode = "sharded", needs less'
+            )
+            drawn = Workload(training, prompt_length=step.prompt_length)
+            budget.check_sampling(drawn, tuple(jax.devices()), helps)
 
     processes.led(check)
 
@@ -69,17 +78,29 @@ def _step(config: RunConfig) -> Workload | None:
 
 
 def check_sampling(
-    execution: Execution, *, prompts: int, samples: int, prompt_length: int, helps: str
+    execution: Execution,
+    *,
+    prompts: int,
+    samples: int,
+    prompt_length: int,
+    helps: str,
+    offload: bool = False,
 ) -> None:
     """Refuses more responses at a time than the devices can hold, before a weight is read.
 
     Args:
       helps: what would need less, in words.
+      offload: whether the float32 parameters are in the host's memory while responses are drawn.
     """
-    learning = Learning(objectives.reinforce(), samples)
-    training = Training(execution, learning, optax.identity(), prompts_per_step=prompts)
-    step = Workload(training, prompt_length=prompt_length)
+    training = _drawing(execution, prompts=prompts, samples=samples)
+    step = Workload(replace(training, offload=offload), prompt_length=prompt_length)
     budget.check_sampling(step, tuple(jax.devices()), helps)
+
+
+def _drawing(execution: Execution, *, prompts: int, samples: int) -> Training:
+    """A step that only draws: nothing is kept for an update, and adapters are merged before."""
+    learning, whole = Learning(objectives.reinforce(), samples), replace(execution, lora=None)
+    return Training(whole, learning, optax.identity(), prompts_per_step=prompts)
 
 
 @waiting.during("checking the prompts")

@@ -56,6 +56,7 @@ def generate(
             samples=samples,
             prompt_length=request.text.max_prompt_length,
             helps="fewer --samples or --max-tokens, or --fsdp with more devices, need less",
+            offload=True,
         )
         file = _measurement(source, model.config, dtype, measured)
         model = opening.complete(model, source, decode_batch=request.rows, file=file)

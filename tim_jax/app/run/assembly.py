@@ -12,12 +12,14 @@ from tim_jax.app.config.sections import Section, part
 from tim_jax.app.run.numerics import make_numerics
 from tim_jax.app.run.sources import Model
 from tim_jax.common.errors import InputError
-from tim_jax.model.execution import Execution, Sampling, check_compiler_options
+from tim_jax.model.execution import Batching, Execution, Sampling, check_compiler_options
 from tim_jax.numerics import Numerics
-from tim_jax.placement import Devices
+from tim_jax.placement import Devices, Placement
 from tim_jax.rl import programs
 from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import Learning
+
+_EVAL_ROUNDS = 4  # times as many sequences as slots are queued at a time
 
 
 def make_execution(
@@ -82,6 +84,17 @@ def on_one_device(config: RunConfig) -> RunConfig:
 def stop_tokens(config: RunConfig, model: Model) -> tuple[int, ...]:
     """The tokens that end a response of a run: those of its model and those of its config."""
     return tuple(sorted({*model.stop_tokens, *config.sampling.stop_tokens}))
+
+
+def batch_evaluation(config: RunConfig, where: Placement) -> tuple[int, Batching]:
+    """How many held-out problems are sampled at a time, and how their sequences are decoded."""
+    section = config.eval
+    slots = config.sampler.batching.slots or config.sequences_per_step
+    # The prompts' keys and values of a whole batch are kept, so it is not the whole evaluation.
+    batch = min(section.prompts, max(1, _EVAL_ROUNDS * slots // section.samples))
+    # Whole rows for every device; the evaluation fills up with prompts that are not counted.
+    batch += -batch % where.prompts_multiple(section.samples)
+    return batch, replace(config.sampler.batching, slots=slots).rounded(where.shards)
 
 
 def make_optimizer(

@@ -26,7 +26,9 @@ from tim_jax.rl import rules
 
 _MARGIN = 1.05  # an estimate may be so much too high, so what is near the limit may try
 _LOGITS = 2.5  # float32 arrays of a tile's logits that exist at a time, learner and sampler
-_STAGES = MappingProxyType({"sampling": "sampling", "update": "an update"})
+_STAGES = MappingProxyType(
+    {"sampling": "sampling", "update": "an update", "weights": "making the weights"}
+)
 # Where a container's limit stands, by versions 2 and 1 of Linux's control groups.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -264,7 +266,11 @@ def check_sampling(workload: Workload, devices: Devices, helps: str) -> None:
       InputError: one line, as `check`.
     """
     used = _used(workload, devices)
-    most, need = _shared_capacity(used), needs(workload, used)[0]
+    sampled = needs(workload, used)[0]
+    state, weights, _ = workloads.laid_out(workload, used)
+    size = workloads.bytes_per_device
+    made = Need("weights", {"masters": size(state.params), "weights": size(weights)})
+    most, need = _shared_capacity(used), max(made, sampled, key=lambda need: need.total)
     if most is not None and need.total > _MARGIN * most:
         raise InputError(_too_much(need, used, most, helps))
 
