@@ -329,6 +329,20 @@ def test_rope_is_written_in_both_layouts():
             assert scaling.items() <= written["rope_scaling"].items()
 
 
+def test_yarn_stretches_what_a_sequence_may_have():
+    """As the card of Qwen3 describes it: the file's own number of positions stays as it is."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = from_hf(QWEN3 | {"rope_scaling": scaling})
+    assert config.most_positions == 131_072
+    assert to_hf(config)["max_position_embeddings"] == 40960
+    assert from_hf(QWEN3).most_positions == 40960
+    less = from_hf(QWEN3 | {"rope_scaling": scaling | {"factor": 1.0}})
+    assert less.most_positions == 40960
+    assert from_hf(LLAMA).most_positions == LLAMA["max_position_embeddings"]
+    vast = from_hf(QWEN3 | {"rope_scaling": scaling | {"factor": 1e30}})
+    assert vast.most_positions == 2**31 - 1
+
+
 def test_yarn_context_defaults():
     rope = from_hf(_scaled(rope_type="yarn", factor=4.0)).rope
     assert rope.original_max_positions == QWEN2["max_position_embeddings"]

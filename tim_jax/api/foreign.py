@@ -158,7 +158,7 @@ def arrays(model: Model, responses: Sequence[Response]) -> Rollout:
     """The responses in few shapes, so that few programs are compiled. Padding changes no bit."""
     longest = max(len(r) for r in responses)
     prompts = max(len(r.prompt) for r in responses)
-    most = model.config.max_positions
+    most = model.config.most_positions
     prompts = max(prompts, min(padded(prompts), most - longest))
     size = max(longest, min(padded(longest), most - prompts))
     # How a response ended that does not say it, its last token shows.

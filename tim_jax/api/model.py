@@ -83,7 +83,7 @@ class Model:
     @property
     def most_tokens(self) -> int:
         """Of a response if nothing else is said: 256, or half of the model's positions if less."""
-        return min(256, self.config.max_positions // 2)
+        return min(256, self.config.most_positions // 2)
 
     def execution(self, sampling: Sampling) -> Execution:
         """All that turns these weights into tokens and log-probs of a distribution."""
@@ -209,7 +209,7 @@ def begin(
         family,
         dtype,
         found.config,
-        length=found.config.max_positions,
+        length=found.config.most_positions,
         column_tiles=where.tensor,
     )
     return Model(
@@ -230,7 +230,7 @@ def complete(
     numerics = model.numerics
     if decode_batch is not None:
         batch = max(1, decode_batch // model.placement.shards)
-        longest = model.config.max_positions
+        longest = model.config.most_positions
         numerics = calibration.calibrate_once(
             model.config, numerics, batch=batch, longest=longest, file=file
         )

@@ -165,7 +165,7 @@ def request(
     model.execution(sampling)  # which refuses a distribution that the model cannot have
     asked, most = _checked(prompts), sampling.max_tokens
     text = text_of(model, [Example(prompt, "") for prompt in asked], most, template, options)
-    width = min(data.padded(text.max_prompt_length), model.config.max_positions - most)
+    width = min(data.padded(text.max_prompt_length), model.config.most_positions - most)
     text = replace(text, max_prompt_length=width)
     # Every device gets as many rows: the last prompt is repeated, and its rows are dropped.
     filling = -len(asked) % model.placement.prompts_multiple(samples)
@@ -226,11 +226,11 @@ def text_of(
     """
     if not isinstance(template_options, Mapping):
         raise InputError(f"template_options must be a mapping, got {shown(template_options)}")
-    room = model.config.max_positions - max_tokens
+    room = model.config.most_positions - max_tokens
     if room < 1:
         raise InputError(
             f"max_tokens = {max_tokens} leaves no room for a prompt in the model's"
-            f" {model.config.max_positions} positions"
+            f" {model.config.most_positions} positions"
         )
     now = datetime.fromisoformat(processes.led(lambda: datetime.now().isoformat()))
     text = Text(model.tokenizer, room, chat_template, tuple(template_options.items()), now)

@@ -183,13 +183,13 @@ def _episodes(
             check_whole(f"grpo: {name}", value, least=1)
     own = training if isinstance(training, Training) and training.turns else None
     turns = own.turns if own else None
-    turns = turns or Turns(max_tokens=max(1, min(256, model.config.max_positions // 32)))
+    turns = turns or Turns(max_tokens=max(1, min(256, model.config.most_positions // 32)))
     own_limits = max_turns or turns.max_turns, tokens or turns.max_tokens
     turns = Turns(*own_limits, history=turns.history)
     if own:
         return {"turns": turns, "max_tokens": own.execution.sampling.max_tokens}
     text = text_of(model, task.train, turns.max_tokens, *_template(model, task))
-    room = model.config.max_positions - text.max_prompt_length
+    room = model.config.most_positions - text.max_prompt_length
     return {"turns": turns, "max_tokens": min(2 * turns.max_turns * turns.max_tokens, room)}
 
 

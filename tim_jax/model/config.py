@@ -206,6 +206,11 @@ class ModelConfig:
         _check_windows(self)
 
     @property
+    def most_positions(self) -> int:
+        """The most tokens of a sequence: `max_positions`, or as many as YaRN stretches it to."""
+        return min(max(self.max_positions, self.rope.stretched_positions), _MOST - 1)
+
+    @property
     def active_width(self) -> int:
         """Columns of the SwiGLU, or of all the SwiGLUs that a token goes through."""
         chosen = self.num_experts_per_tok * self.moe_intermediate_size

@@ -86,6 +86,16 @@ class RopeConfig:
                 raise InputError(f"rope kind {self.kind!r} needs {name!r}, which is missing")
         _check_ranges(self)
 
+    @property
+    def stretched_positions(self) -> int:
+        """Positions that YaRN makes of the original ones; 0 of other kinds.
+
+        A config.json may name fewer as the model's, as Qwen3's with the `rope_scaling` of its card.
+        """
+        if self.kind != "yarn":
+            return 0
+        return int(_given(self.factor) * _given(self.original_max_positions))
+
 
 def _check_numbers(rope: RopeConfig) -> None:
     for field in dataclasses.fields(RopeConfig):

@@ -36,11 +36,11 @@ def make_execution(
     """
     section = config.sampling
     length = section.max_prompt_length + section.longest
-    if length > model.config.max_positions:
+    if length > model.config.most_positions:
         raise InputError(
             f"sampling.max_tokens: {section.longest} after a prompt of"
             f" {section.max_prompt_length} is {length} tokens, more than the model's"
-            f" {model.config.max_positions} positions"
+            f" {model.config.most_positions} positions"
         )
     beyond = [t for t in section.stop_tokens if t >= model.config.vocab_size]
     if beyond:

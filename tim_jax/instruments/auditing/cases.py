@@ -42,8 +42,8 @@ class Sizes:
     @classmethod
     def fitting(cls, config: ModelConfig) -> "Sizes":
         """The default sizes, less where the model has few positions."""
-        prompt = min(cls.prompt_length, max(1, config.max_positions // 3))
-        response = min(cls.response_length, config.max_positions - prompt)
+        prompt = min(cls.prompt_length, max(1, config.most_positions // 3))
+        response = min(cls.response_length, config.most_positions - prompt)
         return cls(prompt_length=prompt, response_length=response)
 
     def rounded(self, placements: Iterable[Placement]) -> "Sizes":
@@ -54,10 +54,10 @@ class Sizes:
     def check(self, config: ModelConfig) -> None:
         """Raises `InputError` if the model has too few positions."""
         longest = self.prompt_length + self.response_length
-        if longest > config.max_positions:
+        if longest > config.most_positions:
             raise InputError(
                 f"audit: prompt and response of {longest} tokens exceed the model's "
-                f"{config.max_positions} positions"
+                f"{config.most_positions} positions"
             )
 
 

@@ -107,7 +107,7 @@ class Limits(NamedTuple):
     def of(cls, config: ModelConfig) -> "Limits":
         """Those of an architecture."""
         routes = config.expert_layers, config.num_experts_per_tok, config.num_experts
-        return cls(config.vocab_size, config.max_positions, routes)
+        return cls(config.vocab_size, config.most_positions, routes)
 
 
 def checked(row: Row, *, limits: Limits, default: Distribution = PLAIN) -> Response:
