@@ -22,8 +22,8 @@ from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.common.inputs import expanded
-from tim_jax.instruments.study import bound, definition, measurement, running
-from tim_jax.instruments.study.gradient import Measuring
+from tim_jax.instruments.study import definition, measurement, running
+from tim_jax.instruments.study.gradient import Measuring, bound_constants
 
 _BATCH = "batch.npz"
 
@@ -61,7 +61,7 @@ def gradients(path: Path, folder: Path, sources: list[str]) -> dict[str, np.ndar
             found[f"{source}/{name}"] = gradient[0]
         found[f"{source}/tokens"] = np.asarray(measuring.rollouts(dial, 1).responses)
         if study.horizon:
-            of_bound = bound.constants(measuring, dial, states=study.states)
+            of_bound = bound_constants(measuring, dial, states=study.states)
             found |= {f"{source}/{name}": np.atleast_1d(value) for name, value in of_bound.items()}
     return found
 

@@ -17,6 +17,7 @@ from hypothesis import settings
 from tim_jax.app import cli
 from tim_jax.common import waiting
 from tim_jax.instruments import auditing
+from tim_jax.model.execution import forget_programs
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -218,15 +219,6 @@ def _optimised_where_it_matters(request):
         yield
 
 
-def _mappings() -> int:
-    """Memory mappings of this process (Linux), which every compiled program adds to."""
-    try:
-        with open("/proc/self/maps") as file:
-            return sum(1 for _ in file)
-    except OSError:
-        return 0
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _no_waits_are_said():
     """How long a busy machine takes is no line of a test's output; who tests them sets it again."""
@@ -253,5 +245,5 @@ def _few_mappings():
     To count them takes milliseconds, so it is not done after every one of thousands of tests.
     """
     yield
-    if next(_tests) % 8 == 0 and _mappings() > 30_000:
-        jax.clear_caches()
+    if next(_tests) % 8 == 0:
+        forget_programs()

@@ -21,6 +21,7 @@ from tim_jax.model.weights import Params, Weights
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
 
+_MAPPINGS = 30_000
 _LEAN_ON_CPU = {
     "xla_disable_hlo_passes": (
         "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
@@ -204,6 +205,21 @@ def jit(function: Callable, numerics: Numerics, **options: Any) -> Callable:
     An option that this version of XLA does not know is refused by XLA, by name, when it compiles.
     """
     return jax.jit(function, compiler_options=dict(numerics.compiler_options) or None, **options)
+
+
+def forget_programs() -> None:
+    """Forgets all compiled programs once they hold 30,000 memory mappings of the process.
+
+    Linux allows a process 65,530, and a compilation that gets no more crashes it. A program of a
+    CPU takes hundreds. For loops over many programs, none of which comes again.
+    """
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            mappings = sum(1 for _ in file)
+    except OSError:  # no Linux
+        return
+    if mappings > _MAPPINGS:
+        jax.clear_caches()
 
 
 def lean(numerics: Numerics) -> Numerics:

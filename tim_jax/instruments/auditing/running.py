@@ -29,7 +29,7 @@ from tim_jax.instruments.auditing.cases import (
 from tim_jax.instruments.auditing.results import CaseResult, compare
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.execution import Batching, Execution, Sampling, jit
+from tim_jax.model.execution import Batching, Execution, Sampling, forget_programs, jit
 from tim_jax.model.weights import Params, Weights, weight_axes
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, describe
 from tim_jax.objectives import Objective
@@ -144,6 +144,7 @@ def _run(cases: Sequence[Case], bench: _Bench, *, control: bool) -> Iterator[Cas
             control=control,
             seconds=time.perf_counter() - start,
         )
+        forget_programs()
 
 
 def _sample_again(prompts: Prompts, again: Again, sampling: Sampling, bench: _Bench) -> Rollout:
