@@ -14,8 +14,10 @@ import tiny
 
 from tim_jax import metrics, mismatch, placement
 from tim_jax.common.errors import InputError
+from tim_jax.instruments.auditing import PRESETS
 from tim_jax.mismatch import Mismatch
-from tim_jax.model.execution import Sampling
+from tim_jax.model.execution import Execution, Sampling
+from tim_jax.numerics import GPU_EXACT_BF16, MOSAIC_GPU_EXACT_BF16, TPU_EXACT_BF16
 from tim_jax.policy import sampler, scoring
 from tim_jax.rl import sharded
 from tim_jax.rl.programs import sampling_program
@@ -347,6 +349,23 @@ def test_contradictions_are_refused_before_compiling(tables, words):
     assert not counted
     for word in words:
         assert word in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("name", ["compute", "lm_head", "router", "expert_choice"])
+@pytest.mark.parametrize("numerics", [TPU_EXACT_BF16, MOSAIC_GPU_EXACT_BF16])
+def test_float16_is_refused_where_the_kernels_have_no_products_of_it(numerics, name):
+    execution = Execution(PRESETS["qwen3-moe-awkward"], numerics)
+    table = {"name": name, "dtype": "float16"}
+    with pytest.raises(InputError, match=f"'{name}'.* {numerics.family} has no products of float"):
+        mismatch.check(dials.dial(table), execution)
+    for fine in (
+        {"name": name, "dtype": "float32"},
+        {"name": "logits", "dtype": "float16"},
+        {"name": "kv_cache", "dtype": "float16"},
+    ):
+        mismatch.check(dials.dial(fine), execution)
+    mismatch.check(dials.dial(table, {"name": "native_kernels"}), execution)
+    mismatch.check(dials.dial(table), replace(execution, numerics=GPU_EXACT_BF16))
 
 
 def test_a_lost_end_needs_something_that_ends():

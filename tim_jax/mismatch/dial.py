@@ -21,6 +21,7 @@ from tim_jax.mismatch import arithmetic, reporting, weights
 from tim_jax.mismatch.base import Entry
 from tim_jax.mismatch.reporting import DroppedEnd, PadMask
 from tim_jax.mismatch.weights import InFlightUpdates, LoraMerge, StaleWeights
+from tim_jax.model import fitting
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.weights import Weights
 from tim_jax.numerics import Numerics, Order, Precision
@@ -115,6 +116,16 @@ def check(mismatch: Mismatch, execution: Execution) -> None:
             raise entry.refuse(f"contradicts {reporter!r}: both decide what is reported")
         reporter = entry.name if entry.reports else reporter
     _check_together(mismatch, numerics)
+    _check_dtypes(mismatch, replace(execution.numerics, family=numerics.family))
+
+
+def _check_dtypes(mismatch: Mismatch, numerics: Numerics) -> None:
+    """Refuses an entry with a dtype that kernels lack: those that the sampler has in the end."""
+    for entry in mismatch.active:
+        try:
+            fitting.check_dtypes(entry.numerics(numerics))
+        except InputError as error:
+            raise entry.refuse(str(error)) from error
 
 
 def _edited(entry: Entry, numerics: Numerics) -> Numerics:

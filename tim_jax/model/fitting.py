@@ -17,6 +17,11 @@ from tim_jax.model.execution import Execution
 from tim_jax.model.weights import joined, matrices, parameter_shapes
 from tim_jax.numerics import GPU_FAMILIES, Numerics
 
+# Families without products of float16 -> why, and what takes it.
+_WITHOUT_FLOAT16 = {
+    "pallas_mosaic_gpu": 'which is for bfloat16; family "pallas_gpu" takes any',
+    "pallas_tpu": 'as TPUs have none; it takes float32 and bfloat16, and family "tiles" any',
+}
 _GPU_HEADS = (16, 32, 64, 128, 256)
 _GPU_STATES = (*_GPU_HEADS, 512)  # of latent attention
 
@@ -90,10 +95,22 @@ def check(config: ModelConfig, numerics: Numerics) -> None:
         _check_tpu(config, numerics)
 
 
+def check_dtypes(numerics: Numerics) -> None:
+    """Raises InputError if operands of a product have a dtype that the family's kernels lack."""
+    precision = numerics.precision
+    operands = numerics.compute_dtype, precision.head, precision.router, precision.choice
+    if "float16" in operands and numerics.family in _WITHOUT_FLOAT16:
+        raise InputError(
+            f"numerics: {numerics.family} has no products of float16,"
+            f" {_WITHOUT_FLOAT16[numerics.family]}"
+        )
+
+
 def _check_gpu(config: ModelConfig, numerics: Numerics) -> None:
     mosaic = numerics.family == "pallas_mosaic_gpu"
     if mosaic:
         pallas_mosaic_gpu.check(numerics)
+    check_dtypes(numerics)
     _check_gpu_heads(config, numerics.family)
     if numerics.kv_block < pallas_gpu.LEAST:
         raise InputError(
@@ -124,12 +141,7 @@ def _check_gpu_heads(config: ModelConfig, family: str) -> None:
 
 
 def _check_tpu(config: ModelConfig, numerics: Numerics) -> None:
-    precision = numerics.precision
-    if "float16" in (numerics.compute_dtype, precision.head, precision.router, precision.choice):
-        raise InputError(
-            "numerics: pallas_tpu has no products of float16, as TPUs have none; it takes float32"
-            ' and bfloat16, and family "tiles" any'
-        )
+    check_dtypes(numerics)
     for size in config.attention[1:]:
         if size % 16:
             raise InputError(

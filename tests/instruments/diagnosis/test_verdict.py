@@ -46,7 +46,7 @@ from tim_jax.instruments.diagnosis.monitor import Monitor
 from tim_jax.instruments.diagnosis.rollouts import Response, collect
 from tim_jax.metrics import mismatch_metrics
 from tim_jax.model import hf
-from tim_jax.numerics import strict
+from tim_jax.numerics import TPU_EXACT_BF16, strict
 from tim_jax.rl.programs import sampling_program
 from tim_jax.tasks.text import character_tokenizer
 
@@ -324,6 +324,13 @@ def test_numerics_of_a_normal_size_are_no_fault():
     assert found.state == "numerics"
     assert found.normal
     assert found.first is None
+
+
+def test_a_dtype_that_the_kernels_lack_is_no_explanation():
+    """So that a diagnosis on a TPU goes on without it."""
+    forward = evidence.Forward(weights(), replace(tiny.EXECUTION, numerics=TPU_EXACT_BF16), 23, ())
+    found = [variant.name for variant in variants.of_numerics(forward, variants.SOURCES[:4])]
+    assert found == ["compute(bfloat16)", "lm_head(bfloat16)", "logits(bfloat16)"]
 
 
 def noisy_of(rows, total, off=0.0):
