@@ -209,6 +209,14 @@ def _attention(sizes: _Attention, words: tuple[str, ...], variants):
     return programs
 
 
+def flash(numerics: Numerics, rows: int = 300):
+    """The function and the shapes of the dial's `pallas_attention`."""
+    sizes = _Attention(replace(numerics, attention="flash"), rows)
+    attend = partial(kernels.attention, numerics=sizes.numerics, aligned=False)
+    (query, positions), caches = sizes.queries, sizes.caches
+    return attend, (query, *caches, positions)
+
+
 def _writes(sizes: _Attention):
     """Of the cache, where a kernel does it."""
     if sizes.numerics.cache_write != "kernel":

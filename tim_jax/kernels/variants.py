@@ -22,9 +22,10 @@ from importlib.metadata import PackageNotFoundError, version
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
 from tim_jax.common.errors import InputError
-from tim_jax.kernels import formulas, native
+from tim_jax.kernels import formulas, native, pallas
 from tim_jax.numerics import Numerics, strict
 
 _MOST_ROWS = 64  # of a program
@@ -61,8 +62,11 @@ def flash_attention(
     key = jnp.pad(key, ((0, 0), (0, 0), (0, 0), (0, keys - key.shape[3])))
     width = value.shape[3]
     value = jnp.pad(value, ((0, 0), (0, 0), (0, keys - value.shape[2]), (0, 0)))
+    # Else JAX may compile for a GPU by Mosaic, whose shared memory has no room for the keys.
+    of_triton = plt.CompilerParams() if pallas.platform() == "gpu" else None
     out = pl.pallas_call(
         partial(_kernel, block=block),
+        compiler_params=of_triton,
         grid=(batch, heads, (count + padding) // rows),
         in_specs=[
             pl.BlockSpec((None, None, rows, size), lambda b, h, i: (b, h, i, 0)),
