@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from tim_jax import kernels
+from tim_jax import kernels, mismatch
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.instruments.plan.known_models import PUBLISHED
 from tim_jax.model import fitting
@@ -23,6 +23,7 @@ from tim_jax.numerics import (
     TPU_EXACT_BF16,
     TPU_EXACT_F32,
     Numerics,
+    Precision,
 )
 from tim_jax.policy import sampler, scoring
 
@@ -207,6 +208,17 @@ def _attention(sizes: _Attention, words: tuple[str, ...], variants):
             (query, *caches, positions, *options.values()),
         )
     return programs
+
+
+def products_in_float32(numerics: Numerics):
+    """Name -> (function, shapes) of products in float32 beside those of these numerics."""
+    head = replace(numerics, precision=Precision(head="float32")).of_head
+    shapes = SHAPE((64, 2048), head.dtype), SHAPE((2048, 151936), head.dtype)
+    others = operations(mismatch.compute("float32").numerics(numerics))
+    return {
+        "a head in float32": (partial(kernels.family(head).dot, numerics=head), shapes),
+        **{f"float32 {name}": others[name] for name in ("gated_dot", "grouped")},
+    }
 
 
 def flash(numerics: Numerics, rows: int = 300):

@@ -35,6 +35,7 @@ def main() -> int:
         programs = dict(lowering.operations(numerics))
         if dtype == "bfloat16":
             programs |= lowering.programs(numerics, config=lowering.one_layer())
+            programs |= lowering.products_in_float32(numerics)
         for name, (function, shapes) in programs.items():
             try:
                 lowering.lower("pallas_tpu", function, shapes, sharding=sharding).compile()

@@ -5,7 +5,20 @@ from dataclasses import replace
 import pytest
 
 from tim_jax.common.errors import InputError
-from tim_jax.numerics import EXACT_BF16, Numerics, Precision, Rows, describe
+from tim_jax.numerics import (
+    EXACT_BF16,
+    GPU_EXACT_BF16,
+    GPU_EXACT_F16,
+    GPU_F32,
+    MOSAIC_GPU_EXACT_BF16,
+    TPU_EXACT_BF16,
+    TPU_EXACT_F32,
+    TPU_F32,
+    Numerics,
+    Precision,
+    Rows,
+    describe,
+)
 
 
 def test_numerics_are_described_by_what_is_not_default():
@@ -30,6 +43,34 @@ def test_what_was_measured_of_the_head_is_of_one_dtype():
     assert other.decode_head_columns is None
     assert other.rows_for(60) == numerics.rows
     assert numerics.of_head.decode_head_columns == 8
+
+
+@pytest.mark.parametrize("numerics", [TPU_EXACT_BF16, GPU_EXACT_BF16, GPU_EXACT_F16])
+def test_products_in_float32_have_the_tiles_of_a_float32_run(numerics):
+    """Those of 16 bits would be twice as large: too large for a TPU's vector memory."""
+    found = replace(numerics, precision=Precision(head="float32", router="float32"))
+    for wide in (found.of_head, found.of_router, numerics.in_dtype("float32")):
+        if numerics.family == "pallas_tpu":
+            assert wide.tpu == TPU_F32
+            continue
+        assert (wide.gpu.block_k, wide.gpu.matmul) == (GPU_F32.block_k, GPU_F32.matmul)
+        assert wide.gpu.attention_rows == GPU_F32.attention_rows
+
+
+@pytest.mark.parametrize(
+    ("numerics", "dtype"),
+    [
+        (TPU_EXACT_F32, "bfloat16"),
+        (GPU_EXACT_BF16, "float16"),
+        (MOSAIC_GPU_EXACT_BF16, "bfloat16"),
+        (EXACT_BF16, "float32"),
+    ],
+)
+def test_other_operands_leave_the_tiles_as_they_are(numerics, dtype):
+    changed = replace(numerics, compute_dtype=dtype)
+    assert numerics.in_dtype(dtype) == changed
+    found = replace(numerics, precision=Precision(head=dtype)).of_head
+    assert replace(found, precision=Precision()) == changed
 
 
 def test_a_head_is_cut_once():

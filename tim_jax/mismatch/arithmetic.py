@@ -32,7 +32,7 @@ class Compute(Entry):
         self.need_choice("dtype", FLOATS)
 
     def numerics(self, numerics: Numerics) -> Numerics:
-        return replace(numerics, compute_dtype=self.dtype, decode_head_columns=None)
+        return replace(numerics.in_dtype(self.dtype), decode_head_columns=None)
 
     def weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         return recast(weights, jnp.dtype(self.dtype))

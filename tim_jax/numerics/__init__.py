@@ -33,6 +33,10 @@ def _check_known(value: Any, names: tuple[str, ...], known: tuple[str | None, ..
             raise InputError(f"{type(value).__name__}: {name} = {found!r}; known: {texts}")
 
 
+def _no_larger(tiles: Any, most: Any, names: tuple[str, ...]) -> dict[str, int]:
+    return {name: min(getattr(tiles, name), getattr(most, name)) for name in names}
+
+
 @dataclass(frozen=True)
 class MatmulTile:
     """A program's part of a product: `rows` x `columns`, and how Triton compiles it."""
@@ -121,6 +125,14 @@ class GpuTiles:
                 return tile
         return narrowest
 
+    def for_float32(self) -> "GpuTiles":
+        """For operands with twice the bytes that these are made for: none larger than a float32
+        run's."""
+        names = "block_k", "attention_rows", "attention_stages"
+        names += "gradient_own", "gradient_step", "gradient_stages"
+        sizes = _no_larger(self, GPU_F32, names)
+        return replace(self, matmul=GPU_F32.matmul, experts=GPU_F32.experts, **sizes)
+
 
 @dataclass(frozen=True)
 class TpuTiles:
@@ -160,6 +172,11 @@ class TpuTiles:
     def tile(self, rows: int) -> int:
         """Rows of a tile of products of this many rows."""
         return self.few_rows if rows <= self.few_rows else self.rows
+
+    def for_float32(self) -> "TpuTiles":
+        """See `GpuTiles.for_float32`."""
+        names = "block_k", "attention_rows", "attention_blocks", "row_tile"
+        return replace(self, **_no_larger(self, TPU_F32, names))
 
 
 # Float32 products run on the plain cores: shorter steps, and tiles whose sums fit in registers.
@@ -435,6 +452,15 @@ class Numerics:
         """The compute dtype as a NumPy dtype."""
         return jnp.dtype(_COMPUTE_DTYPES[self.compute_dtype])
 
+    def in_dtype(self, dtype: str) -> "Numerics":
+        """The same in another compute dtype; of the kernels, with tiles that have room for it."""
+        found = replace(self, compute_dtype=dtype)
+        if found.dtype.itemsize <= self.dtype.itemsize:
+            return found
+        if self.family in GPU_FAMILIES:
+            return replace(found, gpu=self.gpu.for_float32())
+        return replace(found, tpu=self.tpu.for_float32()) if self.family == "pallas_tpu" else found
+
     @property
     def of_head(self) -> "Numerics":
         """The numerics of the product with the head, whose operands may have another dtype.
@@ -463,8 +489,7 @@ class Numerics:
         """
         if dtype in (None, self.compute_dtype):
             return self
-        changed = {"rows_by_contraction": (), "decode_head_columns": None}
-        return replace(self, compute_dtype=dtype, **changed)
+        return replace(self.in_dtype(dtype), rows_by_contraction=(), decode_head_columns=None)
 
     def head_columns(self, vocabulary: int) -> int:
         """The head's columns with those of zeros that fill it up to whole column tiles.
