@@ -61,8 +61,9 @@ def language(program):
     return SimpleNamespace(
         constexpr=Any,
         float32=np.float32,
-        program_id=lambda axis: program[axis],
-        arange=lambda low, high: block(np.arange(low, high)),
+        int64=np.int64,
+        program_id=lambda axis: block([program[axis]]).astype(np.int32),
+        arange=lambda low, high: block(np.arange(low, high, dtype=np.int32)),
         full=lambda shape, value, dtype: block(np.full(shape, value, dtype)),
         zeros=lambda shape, dtype: block(np.zeros(shape, dtype)),
         max=lambda x, axis: block(np.max(x, axis)),
@@ -135,6 +136,29 @@ def test_the_source_is_attention(source, monkeypatch, count, size, keys):
     found = variants.triton_attention(query, key, value, last, numerics=numerics)  # type: ignore
     assert calls == [(6, -(-count // 64))]
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+class Zeros:
+    """A large array that takes no memory."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __getitem__(self, at):
+        return np.zeros(np.shape(at), np.float32)
+
+
+def test_offsets_reach_beyond_31_bits(source):
+    """The last of 65 sequences with a head of 128 and 262,144 keys each: more than 2^31 numbers."""
+    rows, keys, size, pairs = 16, 2**18, 128, 65
+    sizes = [pairs * count * size for count in (rows, keys, keys)]
+    source.tl = language((pairs - 1, 0))
+    last, out = np.zeros(pairs * rows, np.int32), np.full(sizes[0], np.nan, np.float32)
+    memories = [*map(Zeros, sizes), last, out]
+    constants = {"HEADS": 1, "COUNT": rows, "KEYS": keys, "SIZE": size}
+    source.flash_kernel(*map(Pointer, memories), **constants, ROWS=rows, DIMS=size, BLOCK=16)
+    assert sizes[1] > 2**31
+    assert (out[-rows * size :] == 0).all()
 
 
 def versions(monkeypatch, found):

@@ -27,7 +27,8 @@ def flash_kernel(
     BLOCK: tl.constexpr,
 ):
     """out = softmax(query @ key, over keys up to `last`) @ value, by an online softmax."""
-    pair = tl.program_id(0)  # sequence * HEADS + head
+    # sequence * HEADS + head; in 64 bits, as offsets in a large cache need them
+    pair = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
     inside = (rows < COUNT)[:, None] & (dims < SIZE)[None, :]
