@@ -347,6 +347,22 @@ def test_how_much_was_asked_for(message):
     assert MESSAGES[message] in explained(fail, "sampling")
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 122880, available: 1",
+        "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom: Ran out of memory in memory space v",
+    ],
+)
+def test_a_kernel_that_does_not_fit_is_helped_by_no_setting(message):
+    with (
+        pytest.raises(InputError, match="kernel needs more memory") as error,
+        memory.explained(lambda: WAYS),
+    ):
+        raise JaxRuntimeError(message)
+    assert "\n" not in str(error.value)
+
+
 def test_other_errors_of_the_runtime_keep_their_traceback():
     with pytest.raises(JaxRuntimeError, match="INTERNAL"), memory.explained(lambda: WAYS):
         raise JaxRuntimeError("INTERNAL: a fault")

@@ -16,13 +16,15 @@ from jax.errors import JaxRuntimeError
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.run import checkpoints
 from tim_jax.common import waiting
-from tim_jax.common.errors import OutOfMemoryError
+from tim_jax.common.errors import InputError, OutOfMemoryError
 from tim_jax.placement import host_helps
 from tim_jax.rl import drawing, evaluation
 
 Ways = Mapping[str, Sequence[str]]  # what was being done -> settings; "": anything else
 
 _OF_XLA = "RESOURCE_EXHAUSTED"
+# Of the memory inside a GPU's or a TPU's core, which a kernel's tiles must fit into.
+_OF_KERNEL = ("Shared memory size limit exceeded", "CompileTimeScopedVmemOom")
 _BYTES = re.compile(r"alloc\w* (?:of )?(\d+) bytes")
 _SIZE = re.compile(r"[Aa]llocate ([\d.]+ ?[KMGTP]i?B?)\b")
 _USED = re.compile(r"Used ([\d.]+[KMGTP]?) of ([\d.]+[KMGTP]?)")  # by a TPU's compiler
@@ -34,12 +36,20 @@ def explained(ways: Callable[[], Ways]) -> Iterator[None]:
 
     Args:
       ways: called once memory has run out; gives the settings that need less, as `of_run`.
+
+    Raises:
+      InputError: a kernel is too large for a core of the device, which none of them changes.
     """
     try:
         yield
     except (JaxRuntimeError, MemoryError) as error:
         if isinstance(error, JaxRuntimeError) and _OF_XLA not in str(error):
             raise
+        if any(text in str(error) for text in _OF_KERNEL):
+            raise InputError(
+                "numerics: a kernel needs more memory than a core of this"
+                f' {jax.devices()[0].device_kind} has; family "tiles" works there, slowly'
+            ) from error
         doing = waiting.task_of(error)
         while_doing = "" if doing is None else f"while {doing}"
         asked = _asked(str(error))
