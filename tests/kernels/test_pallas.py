@@ -28,7 +28,7 @@ from tim_jax import kernels
 from tim_jax.common.errors import InputError
 from tim_jax.instruments import auditing
 from tim_jax.instruments.plan.known_models import PUBLISHED
-from tim_jax.kernels import experts, pallas_gpu, pallas_tpu
+from tim_jax.kernels import experts, pallas, pallas_gpu, pallas_tpu
 from tim_jax.kernels.composed import NATIVE
 from tim_jax.kernels.pallas_attention import block_of_step
 from tim_jax.model import fitting
@@ -726,6 +726,29 @@ def test_wide_states_get_small_blocks_of_attention_on_a_gpu():
         assert (heads.kv_block, heads.gpu) == (numerics.kv_block, numerics.gpu)
     heads_of_256 = fitting.fitted(replace(CONFIG, head_dim=256), GPU_EXACT_BF16)
     assert (heads_of_256.kv_block, heads_of_256.gpu.gradient_step) == (64, 32)
+
+
+@pytest.mark.parametrize("numerics", [GPU_EXACT_BF16, GPU_EXACT_F16, GPU_EXACT_F32])
+@pytest.mark.parametrize("size", [128, 256])
+def test_kernels_have_fewer_loads_in_flight_on_gpus_with_small_cores(monkeypatch, numerics, size):
+    """A core of an H200 has 227 KB of shared memory, one of an RTX 4090 has 99."""
+    config = replace(CONFIG, head_dim=size)
+    large = fitting.fitted(config, numerics)
+    for other in ("9.0", "8.0", "10.0"):
+        monkeypatch.setattr(pallas, "compute_capability", lambda found=other: found)
+        assert fitting.fitted(config, numerics) == large
+    for small in ("8.6", "8.9", "12.0", "12.1"):
+        monkeypatch.setattr(pallas, "compute_capability", lambda found=small: found)
+        gpu = fitting.fitted(config, numerics).gpu
+        for tile in (*gpu.matmul, gpu.experts):
+            loaded = 2 * gpu.block_k * (tile.rows + tile.columns)
+            assert tile.stages * loaded <= 96 * 2**10
+        for name in ("attention_stages", "gradient_stages", "gradient_own"):
+            assert getattr(gpu, name) <= getattr(large.gpu, name)
+        # What decides bits is as on other GPUs.
+        tiles = [tuple((t.rows, t.columns) for t in one.matmul) for one in (gpu, large.gpu)]
+        assert tiles[0] == tiles[1]
+        assert (gpu.block_k, gpu.attention_rows) == (large.gpu.block_k, large.gpu.attention_rows)
 
 
 @pytest.mark.parametrize("family", ["pallas_gpu", "pallas_tpu"])

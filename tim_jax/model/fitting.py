@@ -15,7 +15,7 @@ from tim_jax.model import transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import joined, matrices, parameter_shapes
-from tim_jax.numerics import GPU_FAMILIES, Numerics
+from tim_jax.numerics import GPU_FAMILIES, MatmulTile, Numerics
 
 # Families without products of float16 -> why, and what takes it.
 _WITHOUT_FLOAT16 = {
@@ -24,12 +24,17 @@ _WITHOUT_FLOAT16 = {
 }
 _GPU_HEADS = (16, 32, 64, 128, 256)
 _GPU_STATES = (*_GPU_HEADS, 512)  # of latent attention
+# Compute capabilities of GPUs whose cores have 99 KB of shared memory, and what loads may take.
+_SMALL_CORES = ("8.6", "8.9", "12.")
+_SMALL_MEMORY = 96 * 2**10
 
 
 def fitted(config: ModelConfig, numerics: Numerics) -> Numerics:
     """`numerics` with blocks of attention and of the vocabulary that suit the model."""
     if numerics.family in GPU_FAMILIES:
-        return _with_room_for_heads(config, numerics)
+        numerics = _with_room_for_heads(config, numerics)
+        small = str(pallas.compute_capability()).startswith(_SMALL_CORES)
+        return _with_room_in_small_cores(config, numerics) if small else numerics
     if numerics.family == "pallas_tpu":
         most = max(pallas_tpu.LEAST, pl.next_power_of_2(config.vocab_size))
         numerics = replace(numerics, tpu=replace(numerics.tpu, lanes=min(numerics.tpu.lanes, most)))
@@ -61,6 +66,30 @@ def _with_room_for_heads(config: ModelConfig, numerics: Numerics) -> Numerics:
         gradient_stages=1,
     )
     return replace(numerics, kv_block=min(numerics.kv_block, most), gpu=gpu)
+
+
+def _with_room_in_small_cores(config: ModelConfig, numerics: Numerics) -> Numerics:
+    """Fewer loads in flight, and fewer rows of a program of attention where heads are wide.
+
+    Neither decides bits. Chosen by compiling for compute capability 8.9.
+    """
+    gpu, width = numerics.gpu, config.attention.value_dim
+    wide, latent = width > _GPU_HEADS[-2], width > _GPU_HEADS[-1]
+
+    def fewer(tile: MatmulTile) -> MatmulTile:
+        loaded = 2 * gpu.block_k * (tile.rows + tile.columns)  # bytes; see `MatmulTile.stages`
+        return replace(tile, stages=min(tile.stages, max(1, _SMALL_MEMORY // loaded)))
+
+    gpu = replace(
+        gpu,
+        matmul=tuple(map(fewer, gpu.matmul)),
+        experts=fewer(gpu.experts),
+        attention_rows=min(gpu.attention_rows, 16) if latent else gpu.attention_rows,
+        attention_stages=min(gpu.attention_stages, 1 if wide else 2),
+        gradient_own=min(gpu.gradient_own, 32 if wide else 64),
+        gradient_stages=min(gpu.gradient_stages, 2),
+    )
+    return replace(numerics, gpu=gpu)
 
 
 def _with_room_in_vector_memory(config: ModelConfig, numerics: Numerics) -> Numerics:
