@@ -124,6 +124,20 @@ def test_gradients_are_divided_in_float32(dtype):
         np.testing.assert_array_equal(np.asarray(found), expected.astype(np.float32))
 
 
+def test_the_state_of_float16_parameters_keeps_its_dtypes():
+    """Else a loop over updates would not compile, and a donated state would not be taken."""
+    ours = dynamic_loss_scale(optax.adam(0.1))
+    params = {"w": jnp.ones(3, jnp.float16)}
+
+    def step(state, _):
+        with jax.numpy_dtype_promotion("standard"):
+            return ours.update(params, state, params)[1], None
+
+    first = ours.init(params)
+    last, _ = jax.lax.scan(step, first, length=2)
+    assert last.inner[0].mu["w"].dtype == first.inner[0].mu["w"].dtype == jnp.float32
+
+
 def test_extra_arguments_go_inside():
     seen: dict[str, Any] = {}
 

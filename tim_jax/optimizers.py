@@ -295,7 +295,9 @@ class LossScale:
             first = jnp.asarray(self.initial, jnp.float32)
             # Counters are made one by one: a buffer each, so that the state can be donated.
             since, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-            return LossScaleState(first, since, skipped, inside.init(params))
+            # Moments have the dtype of the gradients that they are of, whatever the parameters'.
+            wide = jax.tree.map(lambda x: jnp.asarray(x, _wide_dtype(x)), params)
+            return LossScaleState(first, since, skipped, inside.init(wide))
 
         def update(updates, state, params=None, *, finite=None, overflow=None, **extra):
             gradient = jax.tree.map(partial(_divided, scale=state.scale), updates)
@@ -386,8 +388,12 @@ def first_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
 
 
 def _divided(gradient: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = jnp.float64 if gradient.dtype == jnp.float64 else jnp.float32
+    wide = _wide_dtype(gradient)
     return gradient.astype(wide) / scale.astype(wide)
+
+
+def _wide_dtype(x: Any) -> Any:
+    return jnp.float64 if jnp.result_type(x) == jnp.float64 else jnp.float32
 
 
 def _check(name: str, value: object, holds: bool, rule: str) -> None:
