@@ -103,6 +103,7 @@ GRADIENT = {
     "batches": "4",
     "states": "2",
     "common.steps": "2",
+    "common.learner.objective.kl_coefficient": "0.0",
     "source.int4.mismatch": '[{ name = "quantised_weights", dtype = "int4" }]',
     "remedy.tis.corrections": '[{ name = "token_tis" }]',
     "horizon.4.task.parameters.digits": "[3, 3]",

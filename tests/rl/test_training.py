@@ -74,9 +74,7 @@ def test_configuration_plan_and_api_make_the_same_run(path, changes):
     planned = planning.workload_of(config, model, devices)
     bare = sources.Model(model, None, None, model.eos_token_ids)
     run = assembly.make_training(config, assembly.make_execution(config, bare, devices=devices))
-    rows = {"micro_batch": 32, "micro_batch_tokens": None}  # of 40 tokens
-    without = run.learning.micro_batch_tokens is not None
-    assert said(planned.training) == said(run.varied(**rows) if without else run)
+    assert said(planned.training) == said(run)
     assert planned.prompt_length == config.sampling.max_prompt_length
     ours = tim.Model(
         model, None, None, model.eos_token_ids, run.execution.numerics, run.execution.placement
