@@ -943,7 +943,7 @@ def test_a_template_that_rewrites_history_is_refused_unless_somebody_says_what_t
 
 
 def test_a_respond_that_fails_in_all_episodes_of_the_first_step_is_an_error(model):
-    few = {"samples": 2, "prompts_per_step": 1, "max_turns": 2, "max_tokens": 4}
+    few: Any = {"samples": 2, "prompts_per_step": 1, "max_turns": 2, "max_tokens": 4}
     steps = tim.grpo(model, PAIRS, respond=lambda state, said: {}["key"], steps=1, **few)
     with pytest.raises(InputError) as caught:
         next(steps)

@@ -61,6 +61,16 @@ def test_wrong_keys_are_refused_in_one_line(words, said):
     assert "\n" not in str(caught.value)
 
 
+def test_a_config_that_was_written_takes_an_adapter():
+    """It has all of the defaults, which nobody has set."""
+    written = tomllib.loads(toml.dump(toml.load(None, ["lora.rank=8"])))
+    assert set(written["lora"]) == {"rank", "alpha", "targets"}
+    written["lora"]["path"] = "adapter"
+    section = toml.build(written).lora
+    assert section is not None
+    assert (section.path, section.rank, section.alpha, section.targets) == ("adapter", *[None] * 3)
+
+
 def test_an_adapter_that_is_not_there_is_named():
     config = toml.load(None, ['lora.path="nowhere"'])
     with pytest.raises(InputError, match="adapter folder 'nowhere' does not exist"):

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -347,7 +348,7 @@ CODER = """{{ '<tool_call>\n<function=' + f.name + '>' }}{% for k, v in f.argume
 {{ '<parameter=' + k + '>\n' + v + '\n</parameter>' }}{% endfor %}</function>\n</tool_call>"""
 
 
-def calling(template):
+def calling(template, role: Any = "tool"):
     """A template that writes calls so, and its environment in tokens."""
     call = "{% for c in m.tool_calls %}{% set f = c.function %}" + template + "{% endfor %}"
     body = "{% if m.tool_calls %}" + call + "{% else %}{{ m.content }}{% endif %}"
@@ -356,7 +357,8 @@ def calling(template):
         "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}", written
     )
     assert whole != CHATML
-    return Bridged(Here(tools([calculator], reward=lambda *_: 1.0)), bridge(whole))
+    environment = Here(tools([calculator], reward=lambda *_: 1.0, role=role))
+    return Bridged(environment, bridge(whole))
 
 
 @pytest.mark.parametrize("template", [HERMES, LLAMA, ""])
@@ -377,6 +379,7 @@ def test_a_template_whose_calls_would_not_be_read_is_refused(template, said):
         calling(template)
     assert "set tokenizer.response_template, or write a respond of your own" in str(caught.value)
     assert "\n" not in str(caught.value)
+    calling(template, role="user")  # the prompts say how to call
 
 
 class Says:

@@ -130,6 +130,15 @@ def test_calls_in_thoughts_are_none():
     assert read_calls(say(f"{call('add', a=1)}<think>")) == [Call("add", {"a": 1})]
 
 
+def test_marks_of_thoughts_in_an_argument_are_text():
+    asked = {"a": "strip <think> and </think>"}
+    for text in (call("add", **asked), f"<think>?</think>{call('add', **asked)}"):
+        assert read_calls(say(text)) == [Call("add", asked)]
+    called = json.dumps({"name": "add", "parameters": asked})
+    assert read_calls(say(called)) == [Call("add", asked)]
+    assert read_calls(replace(say(f"?</think>{called}"), thinking=True)) == [Call("add", asked)]
+
+
 def test_calls_in_a_thought_that_the_template_opened_are_none():
     called = [Call("add", {"a": 1})]
     for text, calls in ((call("add", a=1), []), (f"</think>{call('add', a=1)}", called)):

@@ -311,9 +311,10 @@ def _steps(
     noted = None if environment is None else Noted(environment)
     for step in loop.train(state, task, text, seed=seed, environment=noted, **how):
         if noted and step.number == 1 and drawing.all_failed(step.metrics, len(step.samples)):
+            failure = processes.led(lambda: noted.failure)  # process 0 alone asks it
             raise InputError(
                 f"grpo: respond failed in all {len(step.samples)} episodes of step 1, the first"
-                f" time by {noted.failure}"
+                f" time by {failure}"
             )
         seen = step.number, step.metrics, step.timing, step.samples
         yield Step(*seen, step.state, step.weights, started)

@@ -49,7 +49,7 @@ from tim_jax.tasks.episodes import (
     failed,
 )
 from tim_jax.tasks.text import encode_text, has_content, render_chat
-from tim_jax.tasks.tools import OPENS, Call, read_calls
+from tim_jax.tasks.tools import CLOSES, OPENS, Call, read_calls
 
 KEPT = 4096  # replies whose bridges are kept
 ASKED, SAID, AGAIN = "What is the first question?", "This is said.", "That is said again."
@@ -196,7 +196,8 @@ class Bridge:
 
         And with what the chat template has opened ahead of it.
         """
-        completion = replace(completion, thinking=self._ahead.rstrip().endswith(OPENS))
+        opened = self._ahead.rstrip().endswith(OPENS) and self._shows_ends_of_thoughts
+        completion = replace(completion, thinking=opened)
         template = getattr(self.tokenizer, "response_template", None)
         if template is None:
             return completion
@@ -209,6 +210,12 @@ class Bridge:
         except Exception as error:  # the policy wrote it
             message = {"role": "assistant", "content": completion.text, "error": first_line(error)}
         return replace(completion, message=message)
+
+    @cached_property
+    def _shows_ends_of_thoughts(self) -> bool:
+        """False if the end of a thought is a special token, which no completion's text has."""
+        ids = encode_text(self.tokenizer, CLOSES, where=WHERE)
+        return CLOSES in str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     @cached_property
     def _ahead(self) -> str:

@@ -43,8 +43,11 @@ from tim_jax.tasks.environments import TOGETHER
 from tim_jax.tasks.episodes import Completion, Message, Reply
 
 MOST_CHARACTERS = 4000  # of a result
-_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
-OPENS, _CLOSES = "<think>", "</think>"  # a thought
+OPENS, CLOSES = "<think>", "</think>"  # a thought
+# Whichever begins first has what the other writes inside it.
+_THOUGHT = f"{OPENS}.*?(?:{CLOSES}|$)"
+_PART = re.compile(f"{_THOUGHT}|<tool_call>(?P<call>.*?)(?P<closed></tool_call>|$)", re.DOTALL)
+_FIRST_THOUGHT = re.compile(rf"\A\s*{_THOUGHT}", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def tools(
 
     respond = waiting if any(map(inspect.iscoroutinefunction, functions)) else plain
     declared = {"roles": (role,), "tools": lambda: list(map(schema, functions))}
-    respond.__dict__.update(declared, reads_calls=True)
+    respond.__dict__.update(declared, reads_calls=role == "tool")
     return respond
 
 
@@ -166,9 +169,12 @@ def read_calls(completion: Completion) -> list[Call]:
     """
     message = completion.message
     if message is None:
-        whole = f"{OPENS if completion.thinking else ''}{completion.text}"
-        text = whole.rpartition(_CLOSES)[2].partition(OPENS)[0]
-        return [_read_text(body, closed) for body, closed in _CALL.findall(text)] or _whole(text)
+        text = completion.text
+        head, closes, _ = text.partition(CLOSES)
+        if completion.thinking or (closes and OPENS not in head):
+            text = OPENS + text
+        found = [one for one in _PART.finditer(text) if one["call"] is not None]
+        return [_read_text(one["call"], one["closed"]) for one in found] or _whole(text)
     if "error" in message:
         return [Call(error=f"the call cannot be read: {message['error']}")]
     return list(map(_read_value, message.get("tool_calls") or ()))
@@ -186,7 +192,7 @@ def _read_text(text: str, closed: str) -> Call:
 def _whole(text: str) -> list[Call]:
     """The call that a text is as a whole, as Llama writes it; none if it is something else."""
     with suppress(ValueError, RecursionError):
-        match json.loads(text):
+        match json.loads(_FIRST_THOUGHT.sub("", text)):
             case {"name": str(name), "parameters": {**arguments}}:
                 return [Call(name, arguments)]
     return []

@@ -371,6 +371,20 @@ def test_an_evaluation_is_refused_for_what_it_needs_itself(monkeypatch):
         checks.check_memory(config)
 
 
+def test_an_evaluation_of_adapters_needs_no_more_than_their_training():
+    data = tomllib.loads(tiny.RUN)
+    config = toml.build(data | {"lora": {}, "warmup": {"steps": 0}})
+    step, seen = checks._step(config), []
+    assert step is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "check_sampling", lambda step, *_: seen.append(step))
+        checks.check_evaluation(config)
+    trained, evaluated = (budget.needs(one, DEVICES)[0].parts for one in (step, *seen))
+    names = ("masters", "the adapters' base", "weights")
+    assert [evaluated[name] for name in names] == [trained[name] for name in names]
+    assert trained["the adapters' base"] > trained["masters"]
+
+
 def test_parameters_on_the_host_are_there_while_weights_are_made(monkeypatch):
     """As on an accelerator."""
     monkeypatch.setattr(workload, "offloaded", lambda step, devices: step.training.offload)

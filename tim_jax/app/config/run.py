@@ -99,11 +99,12 @@ class LoraSection:
     def __post_init__(self) -> None:
         keys = {one.name: getattr(self, one.name) for one in fields(Lora)}
         given = {name: value for name, value in keys.items() if value is not None}
-        if self.path is not None and given:
+        values = asdict(Lora(**given)) if self.path is None else dict.fromkeys(keys)
+        # A config that was written without a path has all defaults, which nobody has set.
+        if self.path is not None and given and given != asdict(Lora()):
             raise InputError("Lora: path has a rank, alpha and targets of its own; leave them out")
-        if self.path is None:
-            for name, value in asdict(Lora(**given)).items():
-                object.__setattr__(self, name, value)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
 
 class Model(Section):

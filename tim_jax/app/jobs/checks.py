@@ -98,9 +98,9 @@ def check_sampling(
 
 
 def _drawing(execution: Execution, *, prompts: int, samples: int) -> Training:
-    """A step that only draws: nothing is kept for an update, and adapters are merged before."""
-    learning, whole = Learning(objectives.reinforce(), samples), replace(execution, lora=None)
-    return Training(whole, learning, optax.identity(), prompts_per_step=prompts)
+    """A step that only draws: nothing is kept for an update."""
+    learning = Learning(objectives.reinforce(), samples)
+    return Training(execution, learning, optax.identity(), prompts_per_step=prompts)
 
 
 @waiting.during("checking the prompts")

@@ -267,9 +267,9 @@ def check_sampling(workload: Workload, devices: Devices, helps: str) -> None:
     """
     used = _used(workload, devices)
     sampled = needs(workload, used)[0]
-    state, weights, _ = workloads.laid_out(workload, used)
-    size = workloads.bytes_per_device
-    made = Need("weights", {"masters": size(state.params), "weights": size(weights)})
+    state, weights, base = workloads.laid_out(workload, used)
+    parts = {"masters": state.params, "the adapters' base": base, "weights": weights}
+    made = Need("weights", {name: workloads.bytes_per_device(x) for name, x in parts.items()})
     most, need = _shared_capacity(used), max(made, sampled, key=lambda need: need.total)
     if most is not None and need.total > _MARGIN * most:
         raise InputError(_too_much(need, used, most, helps))
