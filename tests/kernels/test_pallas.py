@@ -751,6 +751,21 @@ def test_kernels_have_fewer_loads_in_flight_on_gpus_with_small_cores(monkeypatch
         assert (gpu.block_k, gpu.attention_rows) == (large.gpu.block_k, large.gpu.attention_rows)
 
 
+def test_latent_attention_on_gpus_with_small_cores(monkeypatch):
+    """Of a state of 512: larger blocks do not compile for them, and in float32 none do."""
+    config = from_hf(PUBLISHED["moonshotai/Moonlight-16B-A3B"])
+    monkeypatch.setattr(pallas, "platform", lambda: "gpu")
+    monkeypatch.setattr(pallas, "compute_capability", lambda: "8.9")
+    fitted = fitting.fitted(config, GPU_EXACT_BF16)
+    assert (fitted.kv_block, fitted.gpu.attention_rows) == (32, 16)
+    assert (fitted.gpu.gradient_own, fitted.gpu.gradient_step) == (16, 16)
+    fitting.check(config, fitted)
+    message = r"state of 512 numbers in float32 .* capability 8\.9; it takes bfloat16 there"
+    refused(config, fitting.fitted(config, GPU_EXACT_F32), message)
+    monkeypatch.setattr(pallas, "compute_capability", lambda: "9.0")
+    fitting.check(config, fitting.fitted(config, GPU_EXACT_F32))
+
+
 @pytest.mark.parametrize("family", ["pallas_gpu", "pallas_tpu"])
 def test_the_preset_of_whole_tiles_is_taken(family):
     config = auditing.PRESETS["qwen3-blocks"]

@@ -33,13 +33,16 @@ def fitted(config: ModelConfig, numerics: Numerics) -> Numerics:
     """`numerics` with blocks of attention and of the vocabulary that suit the model."""
     if numerics.family in GPU_FAMILIES:
         numerics = _with_room_for_heads(config, numerics)
-        small = str(pallas.compute_capability()).startswith(_SMALL_CORES)
-        return _with_room_in_small_cores(config, numerics) if small else numerics
+        return _with_room_in_small_cores(config, numerics) if _has_small_cores() else numerics
     if numerics.family == "pallas_tpu":
         most = max(pallas_tpu.LEAST, pl.next_power_of_2(config.vocab_size))
         numerics = replace(numerics, tpu=replace(numerics.tpu, lanes=min(numerics.tpu.lanes, most)))
         return _with_room_in_vector_memory(config, numerics)
     return numerics
+
+
+def _has_small_cores() -> bool:
+    return str(pallas.compute_capability()).startswith(_SMALL_CORES)
 
 
 def _with_room_for_heads(config: ModelConfig, numerics: Numerics) -> Numerics:
@@ -69,12 +72,14 @@ def _with_room_for_heads(config: ModelConfig, numerics: Numerics) -> Numerics:
 
 
 def _with_room_in_small_cores(config: ModelConfig, numerics: Numerics) -> Numerics:
-    """Fewer loads in flight, and fewer rows of a program of attention where heads are wide.
+    """Fewer loads in flight, and smaller parts of attention where heads are wide.
 
-    Neither decides bits. Chosen by compiling for compute capability 8.9.
+    None decides bits, but for the step of latent attention's gradient. Chosen by compiling for
+    compute capability 8.9.
     """
     gpu, width = numerics.gpu, config.attention.value_dim
-    wide, latent = width > _GPU_HEADS[-2], width > _GPU_HEADS[-1]
+    wide = width > _GPU_HEADS[-2]
+    latent = wide and config.latent is not None
 
     def fewer(tile: MatmulTile) -> MatmulTile:
         loaded = 2 * gpu.block_k * (tile.rows + tile.columns)  # bytes; see `MatmulTile.stages`
@@ -87,6 +92,7 @@ def _with_room_in_small_cores(config: ModelConfig, numerics: Numerics) -> Numeri
         attention_rows=min(gpu.attention_rows, 16) if latent else gpu.attention_rows,
         attention_stages=min(gpu.attention_stages, 1 if wide else 2),
         gradient_own=min(gpu.gradient_own, 32 if wide else 64),
+        gradient_step=min(gpu.gradient_step, 16) if latent else gpu.gradient_step,
         gradient_stages=min(gpu.gradient_stages, 2),
     )
     return replace(numerics, gpu=gpu)
@@ -140,7 +146,7 @@ def _check_gpu(config: ModelConfig, numerics: Numerics) -> None:
     if mosaic:
         pallas_mosaic_gpu.check(numerics)
     check_dtypes(numerics)
-    _check_gpu_heads(config, numerics.family)
+    _check_gpu_heads(config, numerics)
     if numerics.kv_block < pallas_gpu.LEAST:
         raise InputError(
             f"numerics: {numerics.family} needs a kv_block of at least {pallas_gpu.LEAST}, got"
@@ -153,9 +159,9 @@ def _check_gpu(config: ModelConfig, numerics: Numerics) -> None:
             pallas_gpu.blocks(shape, parts, tile.columns, numerics, name, least=least)
 
 
-def _check_gpu_heads(config: ModelConfig, family: str) -> None:
+def _check_gpu_heads(config: ModelConfig, numerics: Numerics) -> None:
     """Arrays of Triton have powers of two; keys may be of several, values may not."""
-    _, key, value = config.attention
+    (_, key, value), family = config.attention, numerics.family
     if config.latent is None and value not in _GPU_HEADS:
         raise InputError(
             f"numerics: {family} cannot take heads of {value}; it takes"
@@ -166,6 +172,13 @@ def _check_gpu_heads(config: ModelConfig, family: str) -> None:
             f"numerics: {family} cannot take a compressed state of {value} numbers and a rotated"
             f" key of {config.head_dim}; it takes {', '.join(map(str, _GPU_STATES))} and multiples"
             f' of {pallas_gpu.LEAST}, and family "tiles" any'
+        )
+    large = value > _GPU_HEADS[-1] and numerics.dtype.itemsize == 4
+    if large and _has_small_cores() and not numerics.interpret:
+        raise InputError(
+            f"numerics: {family} cannot take a compressed state of {value} numbers in float32 on a"
+            f" GPU of compute capability {pallas.compute_capability()}; it takes bfloat16 there,"
+            ' and family "tiles" any'
         )
 
 
