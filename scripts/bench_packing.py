@@ -8,6 +8,7 @@ The rollouts are forced to their lengths, as in bench_slots.py. Updates are take
 
 import dataclasses
 import itertools
+import sys
 import time
 from functools import partial
 
@@ -145,6 +146,7 @@ def main() -> None:
                 f"| {dtype} | {sequences} | {count:,} | {told} | {middle:.2f} | {padded:.2f}"
                 f" | {even:.2f} | {first[name]:.0f} |"
             )
+            print(lines[-1], file=sys.stderr, flush=True)  # a run takes a quarter of an hour
     common.publish(lines, options, PAGE)
 
 
