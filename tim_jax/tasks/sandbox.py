@@ -44,7 +44,8 @@ SCRIPT = Path(__file__)
 # A library would start a thread for each of the machine's cores.
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONHASHSEED": "0", **ONE_THREAD}
-PACKAGES = sysconfig.get_path("purelib")  # the code may import what is installed here
+# The code may import what is installed here.
+PACKAGES = os.path.realpath(sysconfig.get_path("purelib"))
 
 
 @dataclass(frozen=True)
@@ -200,9 +201,11 @@ def _limit(seconds: float, memory: int) -> None:
 def _folders() -> list[str]:
     """Folders that the interpreter needs, none inside another."""
     system = [folder for folder in SYSTEM if Path(folder).exists()]
-    prefixes = sorted({os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)})
+    # Without `site`, which this script leaves out, `sys.prefix` is no virtual environment's.
+    needed = sys.prefix, sys.base_prefix, os.environ["PYTHONPATH"]
     chosen = list(system)
-    for prefix in prefixes:  # an outer folder comes before those in it
+    # An outer folder comes before those in it.
+    for prefix in sorted({os.path.realpath(prefix) for prefix in needed}):
         if not any(Path(prefix).is_relative_to(folder) for folder in chosen):
             chosen.append(prefix)
     return chosen
