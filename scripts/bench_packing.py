@@ -7,8 +7,6 @@ The rollouts are forced to their lengths, as in bench_slots.py. Updates are take
 """
 
 import dataclasses
-import itertools
-import sys
 import time
 from functools import partial
 
@@ -23,13 +21,13 @@ from tim_jax import objectives, optimizers
 from tim_jax.instruments.auditing import random_params
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.policy import sampler, scoring
-from tim_jax.rl import loop, micro_batches, programs
+from tim_jax.rl import loop, programs
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 PAGE = common.RESULTS / "packing.md"
 SIZES = dataclasses.replace(common.SMALL, layers=4, response=256)
-SEQUENCES = (32, 128)  # of an update: the more there are, the fuller are its buffers
+SEQUENCES = 32
 MICRO_BATCH = 4
 _SEED = 0
 
@@ -40,10 +38,9 @@ class Side:
     def __init__(self, execution: Execution, params, rollout, **sizes: int):
         learning = Learning(objectives.rloo(), common.GROUP, **sizes)
         self.rollout, self.params = rollout, params
-        count = rollout.lengths.shape[0]
-        self.rewards = jnp.asarray(np.random.default_rng(0).random(count, np.float32))
+        self.rewards = jnp.asarray(np.random.default_rng(0).random(SEQUENCES, np.float32))
         optimizer = optimizers.adamw(optimizers.Rate(1e-5))
-        prompts = count // common.GROUP
+        prompts = SEQUENCES // common.GROUP
         self.run = programs.build(
             Training(execution, learning, optimizer, prompts_per_step=prompts)
         )
@@ -71,7 +68,7 @@ def rollout_of(execution: Execution, params, sizes: common.Sizes, lengths: np.nd
     """
     draw = partial(forced, lengths=jnp.asarray(lengths), execution=execution)
     program = jax.jit(partial(sampler.sample, execution=execution, samples=1, draw=draw))
-    prompts = exactness_cost.make_prompts(execution.config, sizes, len(lengths))
+    prompts = exactness_cost.make_prompts(execution.config, sizes, SEQUENCES)
     weights = jax.jit(execution.prepare)(params)
     rollout = jax.device_get(program(weights, prompts, jax.random.key(_SEED)))
     assert (rollout.lengths == lengths).all()
@@ -80,21 +77,21 @@ def rollout_of(execution: Execution, params, sizes: common.Sizes, lengths: np.nd
     return dataclasses.replace(rollout, log_probs=np.where(rollout.mask, log_probs, 0.0))
 
 
-def measure(sizes: common.Sizes, dtype: str, sequences: int, repeats: int):
-    """(seconds by side, seconds of the first updates, response tokens, share of buffers filled)."""
+def measure(sizes: common.Sizes, dtype: str, repeats: int):
+    """(seconds by side, seconds of the first updates, response tokens)."""
     config = exactness_cost.model_config(sizes)
     params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
-    numerics = exactness_cost.calibrated(config, dtype, sizes, batch=sequences)
+    numerics = exactness_cost.calibrated(config, dtype, sizes, batch=SEQUENCES)
     sampling = Sampling(sizes.response, stop_tokens=(config.vocab_size - 1,))
     execution = Execution(config, numerics, sampling)
-    lengths = common.skewed(sequences, sizes.response)
+    lengths = common.skewed(SEQUENCES, sizes.response)
     rollout = rollout_of(execution, params, sizes, lengths)
     # As many tokens in rows that are all equally long: nothing to leave out.
-    mean = round(int(lengths.sum()) / sequences)
+    mean = round(int(lengths.sum()) / SEQUENCES)
     even_execution = dataclasses.replace(
         execution, sampling=dataclasses.replace(sampling, max_tokens=mean)
     )
-    even = rollout_of(even_execution, params, sizes, np.full(sequences, mean))
+    even = rollout_of(even_execution, params, sizes, np.full(SEQUENCES, mean))
     tokens = MICRO_BATCH * (sizes.prompt + sizes.response)
     even_rows = max(size for size in (4, 8, 16, 32) if size * (sizes.prompt + mean) <= tokens)
     sides = {
@@ -103,9 +100,7 @@ def measure(sizes: common.Sizes, dtype: str, sequences: int, repeats: int):
         "even": Side(even_execution, params, even, micro_batch=even_rows),
     }
     times = common.interleaved({name: side.update for name, side in sides.items()}, repeats)
-    part_of = micro_batches.fill(jnp.asarray(lengths + sizes.prompt), tokens=tokens, rows=sequences)
-    filled = int((lengths + sizes.prompt).sum()) / (tokens * (int(part_of.max()) + 1))
-    return times, {name: side.first for name, side in sides.items()}, int(lengths.sum()), filled
+    return times, {name: side.first for name, side in sides.items()}, int(lengths.sum())
 
 
 def main() -> None:
@@ -122,31 +117,28 @@ def main() -> None:
         "# The learner without padding",
         "",
         f"Written by `python scripts/bench_packing.py --repeats {options.repeats}`. An update of"
-        f" {SEQUENCES[0]} or {SEQUENCES[1]} sequences whose lengths are log-normal with a mean of a"
-        f" quarter of the longest, {sizes.response}; and, for comparison, of sequences that are all"
-        f" as long as their mean. Updates are taken in turns, {options.repeats} of each; the ratio"
-        " is the median of the ratios of neighbours. Every response token's log-prob was compared"
-        " with that of a forward over the padded rows, and none was unequal. The last buffers of an"
-        " update are not full, and what is empty in them is computed too.",
+        f" {SEQUENCES} sequences whose lengths are log-normal with a mean of a quarter of the"
+        f" longest, {sizes.response}; and, for comparison, of sequences that are all as long as"
+        f" their mean. Updates are taken in turns, {options.repeats} of each; the ratio is the"
+        " median of the ratios of neighbours. Every response token's log-prob was compared with"
+        " that of a forward over the padded rows, and none was unequal.",
         "",
         sizes.text(),
         "",
         *common.machine_text(load, common.versions("jax", "jaxlib")),
-        "| dtype | sequences | response tokens | micro-batches | an update, s | of padded rows"
-        " | of rows of one length | first update, with compiling, s |",
-        "|---|--:|--:|---|--:|--:|--:|--:|",
+        "| dtype | response tokens | micro-batches | an update, s | of padded rows | of rows of one"
+        " length | first update, with compiling, s |",
+        "|---|--:|---|--:|--:|--:|--:|",
     ]
-    for sequences, dtype in itertools.product(SEQUENCES, common.DTYPES):
-        times, first, count, filled = measure(sizes, dtype, sequences, options.repeats)
+    for dtype in common.DTYPES:
+        times, first, count = measure(sizes, dtype, options.repeats)
         for name, seconds in times.items():
             padded, even = (common.ratios(seconds, times[one])[0] for one in ("rows", "even"))
             middle = sorted(seconds)[len(seconds) // 2]
-            told = f"{names[name]}, {filled:.0%} full" if name == "tokens" else names[name]
             lines.append(
-                f"| {dtype} | {sequences} | {count:,} | {told} | {middle:.2f} | {padded:.2f}"
+                f"| {dtype} | {count:,} | {names[name]} | {middle:.2f} | {padded:.2f}"
                 f" | {even:.2f} | {first[name]:.0f} |"
             )
-            print(lines[-1], file=sys.stderr, flush=True)  # a run takes a quarter of an hour
     common.publish(lines, options, PAGE)
 
 

@@ -325,6 +325,15 @@ def test_python_has_limits_of_processes_and_files():
 
 
 @ISOLATES
+def test_python_sees_what_is_installed():
+    """Of a virtual environment too, which is no part of the interpreter's own folder."""
+    assert (
+        sandbox.run(f"import os\nprint(len(os.listdir({sandbox.PACKAGES!r})) > 0)").output
+        == "True\n"
+    )
+
+
+@ISOLATES
 def test_python_is_a_tool():
     environment = Here(tools([python], reward=right))
     assert results(environment, call("python", code="print(6 * 7)")) == ["42"]

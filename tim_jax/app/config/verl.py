@@ -384,7 +384,7 @@ class _Step:
         return found
 
     def _optimizer(self, updates: int) -> dict[str, Any]:
-        """The optimizer's keys, for a step of so many updates."""
+        """The optimizer's keys, for a step of this many updates."""
         path = f"{ACTOR}.optim"
         found: dict[str, Any] = {
             "learning_rate": self.keys.get(f"{path}.lr", 1e-6),
