@@ -75,7 +75,7 @@ def run(code: str, *, seconds: float = 5.0, memory: int = 512 << 20) -> Ran:
         source.write(code.encode(errors="replace"))
         source.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(SCRIPT), str(seconds), str(memory)],
+            [sys.executable, "-I", "-S", str(SCRIPT), str(seconds), str(memory), PACKAGES],
             stdin=source,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -198,11 +198,11 @@ def _limit(seconds: float, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (whole, whole + 1))  # SIGXCPU, then SIGKILL
 
 
-def _folders() -> list[str]:
-    """Folders that the interpreter needs, none inside another."""
+def _folders(packages: str) -> list[str]:
+    """Folders that the interpreter and the packages need, none inside another."""
     system = [folder for folder in SYSTEM if Path(folder).exists()]
     # Without `site`, which this script leaves out, `sys.prefix` is no virtual environment's.
-    needed = sys.prefix, sys.base_prefix, os.environ["PYTHONPATH"]
+    needed = sys.prefix, sys.base_prefix, packages
     chosen = list(system)
     # An outer folder comes before those in it.
     for prefix in sorted({os.path.realpath(prefix) for prefix in needed}):
@@ -216,7 +216,7 @@ def main() -> None:
     seconds, memory = float(sys.argv[1]), int(sys.argv[2])
     python = os.path.realpath(sys.executable)
     try:
-        _enter(_folders())
+        _enter(_folders(sys.argv[3]))
     except (OSError, KeyError) as error:
         print(f"this machine does not allow it: {error}", flush=True)
         os._exit(REFUSED)
