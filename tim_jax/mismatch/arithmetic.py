@@ -183,8 +183,7 @@ class TileSizes(Entry):
     def numerics(self, numerics: Numerics) -> Numerics:
         if self.rows is not None:
             rows = Rows(self.rows, self.rows)
-            measured = {"rows_by_contraction": (), "decode_head_columns": None}  # of other rows
-            numerics = replace(numerics, rows=rows, **measured)
+            numerics = replace(numerics.uncalibrated, rows=rows)
         if self.attention_rows is not None:
             rows = Rows(self.attention_rows, self.attention_rows)
             numerics = replace(numerics, attention_rows=rows)

@@ -483,13 +483,18 @@ class Numerics:
         return self._in_dtype(self.precision.choice or self.precision.router)
 
     def _in_dtype(self, dtype: str | None) -> "Numerics":
-        """For products of operands of `dtype`, in the fixed row tiles that are exact for any.
-
-        What calibration measured is of the compute dtype alone.
-        """
+        """For products of operands of `dtype`."""
         if dtype in (None, self.compute_dtype):
             return self
-        return replace(self.in_dtype(dtype), rows_by_contraction=(), decode_head_columns=None)
+        return self.in_dtype(dtype).uncalibrated
+
+    @property
+    def uncalibrated(self) -> "Numerics":
+        """The same without what calibration measured, which holds for its rows and dtype alone.
+
+        Products then have the row tiles `rows`, which are exact for any dtype.
+        """
+        return replace(self, rows_by_contraction=(), decode_head_columns=None)
 
     def head_columns(self, vocabulary: int) -> int:
         """The head's columns with those of zeros that fill it up to whole column tiles.
