@@ -60,9 +60,11 @@ class GpuTiles:
 
     One matmul tile for every product is exact on any device. Several, by the product's size, are
     exact only where the tensor cores add up a contraction in the same order whatever the tile.
-    An H200 does in bfloat16 with `pallas_gpu` (docs/results/gpu.md): an element is one chain of
+    An H200 did in bfloat16 with `pallas_gpu` (docs/results/gpu.md): six tiles of 32 to 256 columns
+    with a `block_k` of 128 gave the same bits. In compiled code an element is one chain of
     multiply-adds of 16 terms each, in the order of the contraction, whatever the tile and
-    `block_k`. `scripts/gpu_check.sh --only kernels` checks it.
+    `block_k`; no device has compared 256 x 128 or a `block_k` of 64 yet (docs/kernels.md).
+    `scripts/gpu_check.sh --only kernels` does.
     """
 
     block_k: int = 128  # elements of a contraction per step

@@ -180,7 +180,8 @@ def make_numerics(
 def with_several_tiles(numerics: Numerics) -> Numerics:
     """These numerics with tiles of products that follow from a product's size.
 
-    `pallas_gpu` has them in bfloat16 without being asked, as a device has compared them.
+    `pallas_gpu` has them in bfloat16 without being asked: a device has compared such tiles, though
+    not all of today's (docs/kernels.md).
 
     Raises:
       InputError: there are no such tiles of the family and the dtype.
