@@ -185,6 +185,25 @@ def resolves(name):
     return True
 
 
+def test_names_that_moved_are_where_the_page_says():
+    """Beside a module written in full, `.name` is its neighbour."""
+    rows = re.findall(r"^\| (`.+) \| (.+) \|$", read(ROOT / "docs" / "moves.md"), re.MULTILINE)
+    assert rows
+    for before, now in rows:
+        beside = ""
+        for code in CODE.findall(now):
+            if re.fullmatch(r"tim_jax(\.\w+)+", code):
+                beside = code.rpartition(".")[0]
+            elif not (beside and re.fullmatch(r"\.\w+", code)):
+                continue
+            name = beside + code if code.startswith(".") else code
+            assert resolves(name), f"{name} is not there: {before}"
+            if "the same names" in now:
+                moved = [old.rpartition(".")[2] for old in CODE.findall(before) if "." in old]
+                lost = [old for old in moved if not resolves(f"{name}.{old}")]
+                assert not lost, f"not in {name}: {lost}"
+
+
 def test_the_readme_is_read_in_minutes():
     assert len(read(ROOT / "README.md").split()) <= 1300
 
