@@ -310,7 +310,8 @@ class Learner(Section):
     objective: ObjectiveSection = ObjectiveSection()
     credit: Credit = "episode"
     """What a turn of an episode is given for: all rewards of the "episode", or those from this
-    "turn" on, with an estimator of what follows each token (reinforce, reinforce_plus_plus)."""
+    "turn" on, with an estimator of what follows each token (reinforce, reinforce_plus_plus,
+    optimal_token_baseline)."""
     max_skipped: Count = 5
     """Updates in a row with a loss or gradient that is not finite, each skipped, that end a run."""
     corrections: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
