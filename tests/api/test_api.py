@@ -966,3 +966,13 @@ def test_who_waits_for_a_diagnosis_is_told_so(model, monkeypatch):
     with pytest.raises(KeyError) as caught:
         tim.diagnose(model, [row])
     assert waiting.task_of(caught.value) == "diagnosing"
+
+
+def test_weights_of_another_end_token_are_candidates(model):
+    """Trainers write a padding token of their own beside the weights."""
+    row = {"prompt_token_ids": [1], "response_token_ids": [2], "logprobs": [-1.0]}
+    base = replace(model, config=replace(model.config, pad_token_id=3, eos_token_ids=(4,)))
+    tim.diagnose(model, [row], weights={"base": base})
+    other = replace(model, config=replace(model.config, rms_norm_eps=1e-3))
+    with pytest.raises(InputError, match="the weights of other are of another architecture"):
+        tim.diagnose(model, [row], weights={"other": other})

@@ -386,6 +386,15 @@ def test_beginnings_that_leave_the_base_as_it_is_are_read(tmp_path, begun):
     assert tiny.bits(adapters.load(folder, tiny.CONFIG).arrays) == tiny.bits(adapter.arrays)
 
 
+def test_settings_that_change_no_stored_tensor_are_passed_over(tmp_path):
+    adapter, folder = written(tmp_path)
+    path = folder / "adapter_config.json"
+    eva = {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}
+    more = eva | {"exclude_modules": ["lm_head"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    assert tiny.bits(adapters.load(folder, tiny.CONFIG).arrays) == tiny.bits(adapter.arrays)
+
+
 def test_adapters_of_other_models_and_damaged_ones_are_refused(tmp_path):
     _, folder = written(tmp_path)
     with pytest.raises(InputError, match=r"layers.2.*is missing: every layer"):

@@ -613,3 +613,12 @@ def test_any_value_is_read_or_refused(family, data, value):
         refusal = ""
         assert from_hf(to_hf(config)) == config
     assert "\n" not in refusal
+
+
+def test_models_compute_alike_whatever_is_only_recorded():
+    config = from_hf(QWEN3)
+    recorded = {"max_positions": 7, "initializer_range": 0.5, "eos_token_ids": (3,)}
+    assert config.computes_as(
+        dataclasses.replace(config, pad_token_id=1, bos_token_id=2, **recorded)
+    )
+    assert not config.computes_as(dataclasses.replace(config, rms_norm_eps=1e-3))

@@ -1,7 +1,11 @@
 """Checkpoints in and out: against `transformers`, and every broken folder."""
 
+import importlib.util
 import json
+import os
 import shutil
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +16,7 @@ import pytest
 import tokenizers
 import transformers
 from checkpoints import CASES, make_config, make_model, torch_logits
+from huggingface_hub import errors
 from reference import reference_log_probs, reference_logits
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
@@ -266,8 +271,14 @@ def test_save_never_overwrites_and_leaves_nothing_half_written(tiny, tmp_path, m
         hf.save(tmp_path / "file", params, TINY)
     with pytest.raises(InputError, match="cannot be made"):
         hf.save(tmp_path / "file" / "below", params, TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "ismount", lambda path: Path(path).name == "volume")
+        with pytest.raises(InputError, match="is a mount point; name a new folder inside it"):
+            hf.save(tmp_path / "volume", params, TINY)
     (tmp_path / "empty").mkdir()
-    hf.save(tmp_path / "empty", params, TINY)
+    (tmp_path / "link").symlink_to("empty")
+    hf.save(tmp_path / "link", params, TINY)
+    assert (tmp_path / "empty" / "config.json").is_file()
     before = sorted(tmp_path.iterdir())
 
     class Broken:
@@ -358,6 +369,25 @@ def test_hub_names_are_downloaded_or_refused(tiny, monkeypatch):
     _refused("owner/modell", "owner/modell", "neither a folder", "no such repository second line")
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (errors.GatedRepoError, "it is gated: ask for access on its page there"),
+        (errors.RepositoryNotFoundError, "no repository of that name, or a private one"),
+    ],
+)
+def test_the_hub_says_no_in_words_that_help(monkeypatch, error, said):
+    class Refusal(error):
+        def __init__(self):  # without a response, whose kind differs by the hub's version
+            Exception.__init__(self, "401 Client Error. (Request ID: 1)")
+
+    def refuse(*_, **__):
+        raise Refusal
+
+    monkeypatch.setattr(hf, "snapshot_download", refuse)
+    _refused("owner/model", said, "hf auth login")
+
+
 def test_missing_weights(tiny):
     """A folder from the hub is told of pickled weights too, though it has no trace of them."""
     (tiny / "model.safetensors").unlink()
@@ -383,6 +413,16 @@ def test_corrupt_weights(tiny):
     _refused(tiny, str(path), "truncated or corrupt")
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
     _refused(tiny, str(path), "git-lfs")
+
+
+def test_a_tied_model_is_read_of_its_head_alone(tmp_path):
+    """`safetensors.torch.save_model` keeps one name of a shared tensor."""
+    config = replace(TINY, tied_embeddings=True)
+    params = init_params(config, 0)
+    folder = hf.save(tmp_path / "m", params, config)
+    embedding = "model.embed_tokens.weight"
+    _edit(folder, lambda old: {"lm_head.weight": old.pop(embedding)} | old)
+    jax.tree.map(np.testing.assert_array_equal, hf.load_params(folder, config), params)
 
 
 def test_missing_unexpected_and_misshapen_tensors(tiny, tmp_path):
@@ -481,6 +521,13 @@ def test_missing_broken_and_oversized_tokenizers(tiny):
         load_tokenizer(tiny, vocab_size=TINY.vocab_size)
     (tiny / "tiktoken.model").write_text("AA== 0\n")  # as Moonlight is published
     with pytest.raises(InputError, match=r"no tokenizer .*tiktoken.model needs .*own code, which"):
+        load_tokenizer(tiny, vocab_size=TINY.vocab_size)
+    (tiny / "tokenizer.model").write_bytes(b"")
+    if importlib.util.find_spec("sentencepiece") is None:
+        with pytest.raises(InputError, match="pip install sentencepiece"):
+            load_tokenizer(tiny, vocab_size=TINY.vocab_size)
+    (tiny / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid")
+    with pytest.raises(InputError, match=r"tokenizer.json: a git-lfs pointer.* `git lfs pull`"):
         load_tokenizer(tiny, vocab_size=TINY.vocab_size)
     (tiny / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="no usable tokenizer") as caught:

@@ -222,6 +222,20 @@ def test_names_that_version_4_does_not_know_are_replaced(tmp_path):
     assert (again / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
+def test_code_that_is_not_copied_is_not_named(tmp_path):
+    """Moonlight's tokenizer is code of its repository, and needs none with a tokenizer.json."""
+    templated().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    code = {"AutoTokenizer": ["tokenization_moonshot.TikTokenTokenizer", None]}
+    named = {"auto_map": code, "tokenizer_class": "TikTokenTokenizer"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | named))
+    tokenizer = load_tokenizer(tmp_path, vocab_size=100)
+    (tmp_path / "out").mkdir()
+    save_tokenizer(tokenizer, tmp_path / "out")
+    again = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again.encode("1+2") == tokenizer.encode("1+2")
+
+
 def test_settings_that_contradict_the_file_are_refused(tmp_path):
     added = {"3": {"content": "<think>", "special": False, "normalized": True}}
     with pytest.raises(InputError, match=r"json: token '<think>' is 3, but 10 in tokenizer.json$"):

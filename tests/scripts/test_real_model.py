@@ -43,6 +43,13 @@ def test_a_second_call_on_damaged_weights_is_one_line(main, damage, tmp_path, ca
     assert line.count("\n") == 1
 
 
+def test_a_second_call_looks_at_more_than_the_weights(main, tmp_path, monkeypatch, capsys):
+    save_file({"x": np.ones(100, np.float32)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(sys.modules["real_model"], "check", lambda *_: None)
+    assert main() == 2
+    assert capsys.readouterr().err == f"real_model: model folder '{tmp_path}' has no config.json\n"
+
+
 def test_no_python_has_a_status_of_its_own(tmp_path):
     """There is none where only what the script itself calls is found."""
     for name in ("bash", "dirname"):

@@ -133,7 +133,7 @@ def _others(model: Model, weights: Any) -> Iterator[Candidate]:
     named = weights.items() if isinstance(weights, Mapping) else [(str(x), x) for x in weights]
     for name, other in named:
         other = other if isinstance(other, Model) else load(other, dtype=model.dtype)
-        if other.config != model.config:
+        if not other.config.computes_as(model.config):
             raise InputError(f"diagnose: the weights of {name} are of another architecture")
         yield _candidate(model, name, other)
     if model.adapter is not None:

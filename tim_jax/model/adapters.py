@@ -380,6 +380,8 @@ _BEFORE, _PARTS = "base_model.model.", {"a": "lora_A", "b": "lora_B"}
 _WITHOUT_EFFECT = {
     "auto_mapping",
     "base_model_name_or_path",
+    "eva_config",
+    "exclude_modules",  # which modules have tensors is seen in the file
     "inference_mode",
     "lora_dropout",
     "peft_version",

@@ -69,6 +69,15 @@ _MOST = 2**31
 MOST_LAYERS = 2**16
 _MOST_NUMBERS = 2**56  # of one weight of all layers
 _PLAIN_ROPE = RopeConfig()
+# Of a ModelConfig: what the forward does not depend on.
+_NOT_COMPUTED = {
+    "max_positions",
+    "initializer_range",
+    "router_aux_loss_coef",
+    "eos_token_ids",
+    "bos_token_id",
+    "pad_token_id",
+}
 
 
 class AttentionShape(NamedTuple):
@@ -204,6 +213,11 @@ class ModelConfig:
         _check_mixture(self)
         _check_latent(self)
         _check_windows(self)
+
+    def computes_as(self, other: "ModelConfig") -> bool:
+        """Whether equal weights give equal log-probs under both."""
+        names = (field.name for field in fields(self) if field.name not in _NOT_COMPUTED)
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     @property
     def most_positions(self) -> int:

@@ -7,6 +7,7 @@ tokenizer.json is read here as it stands. Where a folder has none, `transformers
 tokenizer of the vocabulary that there is.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import expanded, json_value
 
 STORED_DTYPES = ("F32", "BF16", "F16")
+_NOT_FETCHED = "a git-lfs pointer, its contents not fetched"
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,13 @@ def open_tensors(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
-        with path.open("rb") as file:
-            pointer = file.read(20).startswith(b"version https://git")
-        reason = "a git-lfs pointer, its contents not fetched" if pointer else error
+        reason = _NOT_FETCHED if _is_lfs_pointer(path) else error
         raise InputError(f"{path}: truncated or corrupt safetensors ({reason})") from None
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(20).startswith(b"version https://git")
 
 
 def check_dtype(name: str, tensor: Stored) -> None:
@@ -115,19 +120,20 @@ def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """A hidden folder to write into, which becomes `folder` if no error is raised, else nothing.
 
     Raises:
-      InputError: `folder` exists and is not empty (nothing is ever overwritten), or cannot be made
-        or written.
+      InputError: `folder` exists and is not empty (nothing is ever overwritten), is where a volume
+        is mounted (nothing can be renamed to it), or cannot be made or written.
     """
-    folder = expanded(folder)
+    given = expanded(folder)
+    folder = given.resolve()  # a link stays one
+    if os.path.ismount(folder):
+        raise InputError(f"{str(given)!r} is a mount point; name a new folder inside it")
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise InputError(
-            f"{str(folder)!r} exists already and is not overwritten; name a new folder"
-        )
+        raise InputError(f"{str(given)!r} exists already and is not overwritten; name a new folder")
     partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise InputError(f"{str(folder)!r} cannot be made ({error})") from None
+        raise InputError(f"{str(given)!r} cannot be made ({error})") from None
     try:
         yield partial
         partial.rename(folder)
@@ -135,7 +141,7 @@ def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         # What writes tokenizers is in Rust, and raises a bare Exception for a full disk.
         if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
-            raise InputError(f"{str(folder)!r} cannot be written ({error})") from None
+            raise InputError(f"{str(given)!r} cannot be written ({error})") from None
         raise
 
 
@@ -183,6 +189,7 @@ def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
         raise InputError(
             f"model folder {str(folder)!r} has no tokenizer ({', '.join(_VOCABULARIES)}){hint}"
         )
+    _check_fetched(folder)
     try:
         tokenizer = _made(folder)
         tokenizer.encode("")  # settings of a wrong type are not looked at before
@@ -207,6 +214,20 @@ def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
     }
     setattr(tokenizer, _READ_FROM, _ReadFrom(files, _state(tokenizer)))
     return tokenizer
+
+
+def _check_fetched(folder: Path) -> None:
+    """Refuses what no tokenizer can be made of, by its reason, which `transformers` hides."""
+    for path in (folder / name for name in _VOCABULARIES):
+        if path.is_file() and _is_lfs_pointer(path):
+            raise InputError(f"{path}: {_NOT_FETCHED}; run `git lfs pull` in its folder")
+    others = (_WHOLE, "vocab.json")
+    alone = not any((folder / name).is_file() for name in others)
+    if alone and importlib.util.find_spec("sentencepiece") is None:
+        raise InputError(
+            f"model folder {str(folder)!r} has its tokenizer in tokenizer.model alone; to read it,"
+            " pip install sentencepiece protobuf"
+        )
 
 
 def _made(folder: Path) -> Any:
@@ -257,17 +278,22 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     else:
         tokenizer.save_pretrained(folder)
     settings = _settings(folder)
-    if (known := _known_to_both(settings)) != settings:
+    known = _known_to_both(settings, whole=(folder / _WHOLE).is_file())
+    if known != settings:
         write_json(folder / _SETTINGS, known)
 
 
-def _known_to_both(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings by names that `transformers` 4 knows too."""
+def _known_to_both(settings: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
+    """The settings by names that `transformers` 4 knows too. `whole`: beside a tokenizer.json."""
     known = dict(settings)
     if known.get("tokenizer_class") == "TokenizersBackend":
         known["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(known.get("extra_special_tokens"), list):  # `transformers` 4 takes an object
         known["additional_special_tokens"] = known.pop("extra_special_tokens")
+    # Moonlight's names code of its repository, which is not copied; tokenizer.json needs none.
+    if "auto_map" in known and whole:
+        del known["auto_map"]
+        known["tokenizer_class"] = "PreTrainedTokenizerFast"
     return known
 
 

@@ -10,6 +10,7 @@ read and written by `peft`.
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+from huggingface_hub import errors as hub_errors
 from huggingface_hub import snapshot_download
 
 from tim_jax.common import waiting
@@ -49,7 +51,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Models that come with the package; a folder of the same name goes before them.
 SHIPPED = {"tiny": Path(__file__).parents[1] / "data" / "tiny"}
 
-_HEAD = NAMED["head"].tensor
+_EMBEDDING, _HEAD = NAMED["embed"].tensor, NAMED["head"].tensor
 _JOINS = "eh_proj.weight"  # which only a layer that predicts further tokens has
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
@@ -77,11 +79,19 @@ def resolve(folder_or_hub: str | os.PathLike, *, config_only: bool = False) -> P
                 snapshot_download(name, allow_patterns=wanted, ignore_patterns=_UNWANTED_FILES)
             )
     except Exception as error:  # whatever the transport, the hub or its cache raise
-        reason = " ".join(str(error).split()).removeprefix("(").removeprefix("Got: ")
-        reason = reason.partition(" An error happened")[0].partition(". ")[0][:200]
         raise InputError(
-            f"model {name!r} is neither a folder here nor reachable on the hub ({reason})"
+            f"model {name!r} is neither a folder here nor reachable on the hub ({_reason(error)})"
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    """Why the hub gives nothing, in a line."""
+    if isinstance(error, hub_errors.GatedRepoError):
+        return "it is gated: ask for access on its page there, then `hf auth login` or set HF_TOKEN"
+    if isinstance(error, hub_errors.RepositoryNotFoundError):
+        return "no repository of that name, or a private one: then `hf auth login` or set HF_TOKEN"
+    reason = " ".join(str(error).split()).removeprefix("(").removeprefix("Got: ")
+    return reason.partition(" An error happened")[0].partition(". ")[0][:200]
 
 
 def load_config(folder_or_hub: str | os.PathLike, *, config_only: bool = False) -> ModelConfig:
@@ -124,6 +134,9 @@ def load_params(
     """
     folder = resolve(folder_or_hub)
     stored = _by_expert(_stored_tensors(folder))
+    if config.tied_embeddings and _EMBEDDING not in stored and _HEAD in stored:
+        # Some tools keep one name of a shared tensor, the first in the alphabet.
+        stored[_EMBEDDING] = replace(stored.pop(_HEAD), whole=_HEAD, part=(slice(None),))
     _check_stored(stored, config, folder)
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), parameter_shapes(config))
     views = dict(_views(params, config))
