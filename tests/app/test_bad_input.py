@@ -522,6 +522,37 @@ def test_none_leaves_a_key_out(tmp_path):
     assert toml.load(path, ["run.wandb_project='none'"]).run.wandb_project == "none"
 
 
+def test_none_makes_no_section(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text("[placement]\nfsdp = 4\n")
+    config = toml.load(path, ["lora.rank=none", "placement.sampler.data=none", "task.subset=none"])
+    assert config.lora is None
+    assert config.placement.sampler is None
+    path.write_text("[model]\npreset = 'tiny'\n[model.template_options]\nthink = true\nx = 1\n")
+    config = toml.load(path, ["model.template_options.think=none"])
+    assert config.model.template_options == {"x": 1}
+    free = ["task.parameters.x=none", "learner.objective.loss_options.ratio_cap=none"]
+    assert toml.load(None, free) == toml.load(None)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("learner.micro_bacth", "learner.micro_bacth: unknown key; did you mean 'micro_batch'?"),
+        ("task.eval_splt", "task.eval_splt: unknown key; did you mean 'eval_split'?"),
+        ("lerner.micro_batch", "lerner: unknown key; did you mean 'learner'?"),
+        ("learner.samples", "learner.samples: unknown key; did you mean 'sampling.samples'?"),
+        ("steps.many", "steps.many: unknown key"),
+    ],
+)
+def test_none_of_an_unknown_key_is_refused(tmp_path, override, line):
+    path = tmp_path / "c.toml"
+    path.write_text("[task]\nkind = 'dataset'\npath = 'x'\n[learner]\nmicro_batch = 8\n")
+    with pytest.raises(InputError) as caught:
+        toml.load(path, [f"{override}=none"])
+    assert str(caught.value) == f"command line: {line}"
+
+
 def test_a_home_folder_is_expanded(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "c.toml").write_text("seed = 3\n[run]\nfolder = '~/runs/a'\n")

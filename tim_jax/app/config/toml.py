@@ -10,7 +10,8 @@ import re
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -242,9 +243,12 @@ def _override(data: dict[str, Any], text: str) -> tuple[str, ...]:
     *above, last = path
     value = with_new_keys({last: value}, COMMAND_LINE)[last]
     path = (*above, _new_key(above[-1], last, COMMAND_LINE)) if above else path
+    if value is None:
+        _check_known(path)
     table = data
     for depth, part in enumerate(path[:-1]):
-        table = table.setdefault(part, {})
+        # A section that is not there has no key to leave out, and must not come to be by it.
+        table = table.get(part, {}) if value is None else table.setdefault(part, {})
         if not isinstance(table, dict):
             where = ".".join(path[: depth + 1])
             raise InputError(
@@ -255,6 +259,26 @@ def _override(data: dict[str, Any], text: str) -> tuple[str, ...]:
     else:
         table[path[-1]] = value
     return path
+
+
+def _check_known(path: Sequence[str]) -> None:
+    """Refuses the path of a key that no section has."""
+    kinds: list[Any] = [RunConfig]
+    for depth, part in enumerate(path, 1):
+        keys = [_keys(section) for kind in kinds for section in _sections(kind)]
+        if not keys and any(_has_free_keys(kind) for kind in kinds):
+            return
+        known = {name for each in keys for name in each}
+        if part not in known:
+            rule = _unknown_key(part, known, RunConfig)
+            raise InputError(f"{COMMAND_LINE}: {_dotted(path[:depth])}: {rule}")
+        kinds = [each[part] for each in keys if part in each]
+
+
+def _has_free_keys(kind: Any) -> bool:
+    """Whether a value of this type is a table whose keys are the user's."""
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    return any(get_origin(one) is dict for one in kinds)
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -283,7 +307,7 @@ def _describe(error: Any, data: Mapping[str, Any], root: type) -> tuple[tuple[st
     elif kind in _UNKNOWN:
         _, parents = _walk(error["loc"][:-1], data, root)
         known = {name for section in parents for name in _keys(section)}
-        rule = f"unknown key{_elsewhere(key[-1], known, root) or did_you_mean(key[-1], known)}"
+        rule = _unknown_key(key[-1], known, root)
     elif kind in ("literal_error", "union_tag_invalid"):
         if kind == "union_tag_invalid":
             key, value = (*key, "kind"), context["tag"]
@@ -356,6 +380,12 @@ def _sections(kind: Any) -> list[type]:
     if isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind)):
         return [kind]
     return [section for part in get_args(kind) for section in _sections(part)]
+
+
+def _unknown_key(name: str, known: Collection[str], root: type) -> str:
+    """What is said of a key that is not among the known ones of its section."""
+    hint = _elsewhere(name, known, root)
+    return f"unknown key{hint or (did_you_mean(name, known) if known else '')}"
 
 
 def _elsewhere(name: str, known: Collection[str], root: type) -> str:
