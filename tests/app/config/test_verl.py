@@ -334,6 +334,31 @@ def test_the_warm_up_has_as_many_steps_as_in_verl(size, epochs, updates, differs
     assert bool(found.differs) == bool(differs)
 
 
+def of_actor(**actor):
+    """The translation of a configuration that sets these keys of the actor alone."""
+    data = {"actor_rollout_ref": {"actor": actor, "rollout": {"n": GROUP}}}
+    return verl.translate(data | {"algorithm": {"adv_estimator": "grpo"}})
+
+
+@pytest.mark.parametrize(
+    ("actor", "norm", "note"),
+    [
+        ({}, 1.0, None),
+        ({"optim": {"clip_grad": 0.3}}, 0.3, None),
+        ({"optim": {"clip_grad": 0.3, "grad_clip": 0.1}}, 0.1, None),
+        ({"optim": {"clip_grad": 0.3, "grad_clip": None}, "grad_clip": None}, 0.3, None),
+        ({"grad_clip": 0.5}, 1.0, "actor.grad_clip = 0.5 has no effect in verl"),
+        ({"grad_clip": 1, "optim": {"clip_grad": 0.3}}, 0.3, "actor.grad_clip = 1.0 has no effect"),
+    ],
+)
+def test_gradients_are_clipped_to_what_verls_engines_read(actor, norm, note):
+    found = of_actor(**actor)
+    assert found.config["optimizer"]["max_grad_norm"] == norm
+    assert not found.unknown
+    assert bool(found.notes) == bool(note)
+    assert (note or "") in "".join(found.notes)
+
+
 def test_a_key_that_is_left_out_has_verls_default():
     objective = verl.translate({"algorithm": {"adv_estimator": "grpo"}}).config["learner"][
         "objective"

@@ -389,7 +389,7 @@ class _Step:
         found: dict[str, Any] = {
             "learning_rate": self.keys.get(f"{path}.lr", 1e-6),
             "weight_decay": self.keys.get(f"{path}.weight_decay", 0.01),
-            "max_grad_norm": self.keys.get(f"{ACTOR}.grad_clip", 1.0),
+            "max_grad_norm": self._max_grad_norm(),
         }
         betas = self.keys.get(f"{path}.betas", None) or [0.9, 0.999]
         found["b1"], found["b2"] = (self.keys.number(f"{path}.betas", b) for b in betas)
@@ -399,6 +399,19 @@ class _Step:
                 "the warm-up's learning rate rises with every update, in verl once a step"
             )
         return found | ({"warmup_steps": warmup * updates} if warmup > 0 else {})
+
+    def _max_grad_norm(self) -> float:
+        deprecated, unread = f"{ACTOR}.optim.grad_clip", f"{ACTOR}.grad_clip"
+        found = self.keys.get(f"{ACTOR}.optim.clip_grad", 1.0)
+        if (given := self.keys.get(deprecated, None)) is not None:
+            found = self.keys.number(deprecated, given)
+        given = self.keys.get(unread, found)
+        if given not in (None, found):
+            self.notes.append(
+                f"actor.grad_clip = {given} has no effect in verl, whose engines read"
+                f" actor.optim.clip_grad: {found}"
+            )
+        return found
 
     def _filter(self, learner: dict[str, Any]) -> None:
         """Dynamic sampling, as DAPO's trainer in verl has it."""
