@@ -359,6 +359,38 @@ def test_gradients_are_clipped_to_what_verls_engines_read(actor, norm, note):
     assert (note or "") in "".join(found.notes)
 
 
+@pytest.mark.parametrize("engine", ["megatron", "veomni"])
+def test_experts_are_replayed_where_verl_replays_them(engine):
+    found = of_actor(**{engine: {"router_replay": {"mode": "R3", "record_file": None}}})
+    assert found.config["learner"]["routing"] == "replayed"
+    assert not found.differs
+    found = of_actor(**{engine: {"router_replay": {"mode": "R2"}}})
+    assert "routing" not in found.config["learner"]
+    assert "chooses experts anew in every update" in found.differs[0]
+    found = of_actor(**{engine: {"router_replay": {"mode": "disabled"}}})
+    assert "routing" not in found.config["learner"]
+    assert not found.differs
+
+
+def test_what_changes_a_step_among_keys_of_the_engines_is_named():
+    path, override = "actor_rollout_ref.actor", "override_transformer_config"
+    coefficients = {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.0, "moe_router_dtype": "fp32"}
+    found = of_actor(
+        megatron={override: coefficients, "qat": {"enable": False}},
+        fsdp_config={"qat": {"enable": True}, "router_replay": {"mode": "disabled"}},
+    )
+    assert found.unknown == (
+        f"{path}.megatron.{override}.moe_aux_loss_coeff = 0.01",
+        f"{path}.fsdp_config.qat.enable = True",
+    )
+    assert found.idle == (
+        f"{path}.megatron.{override}.moe_z_loss_coeff",
+        f"{path}.megatron.{override}.moe_router_dtype",
+        f"{path}.megatron.qat.enable",
+        f"{path}.fsdp_config.router_replay.mode",
+    )
+
+
 def test_a_key_that_is_left_out_has_verls_default():
     objective = verl.translate({"algorithm": {"adv_estimator": "grpo"}}).config["learner"][
         "objective"

@@ -136,6 +136,7 @@ class _Step:
         learner = {
             "mode": "bypass" if self.bypass else "recompute",
             **self._updates(),
+            **self._routing(),
             "corrections": self._corrections(),
             "objective": self._objective(),
         }
@@ -365,6 +366,19 @@ class _Step:
                 "energies are weighted by pi_old / mu; in verl by the truncated weights, if any"
             )
         return found
+
+    def _routing(self) -> dict[str, Any]:
+        """Whose experts the learner uses; verl reads it of the engine."""
+        for engine in ("megatron", "veomni"):
+            mode = self.keys.get(f"{ACTOR}.{engine}.router_replay.mode", "disabled")
+            if mode == "R3":
+                return {"routing": "replayed"}
+            if mode == "R2":
+                self.differs.append(
+                    "the learner chooses experts anew in every update, in verl (R2) as before the"
+                    " step"
+                )
+        return {}
 
     def _sampling(self) -> dict[str, Any]:
         path, found = "actor_rollout_ref.rollout", {}

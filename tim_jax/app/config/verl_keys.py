@@ -1,5 +1,6 @@
 """The keys of a verl configuration: read from YAML, asked for by dotted path, and counted."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ use_remove_padding ulysses_sequence_parallel_size entropy_from_logits_with_chunk
 entropy_from_logits_chunk_size entropy_checkpointing calculate_entropy calculate_sum_pi_squared
 sum_pi_squared_checkpointing use_prefix_grouper rollout_n data_loader_seed
 """
+# Of the system's keys, those that change a step unless they are off.
+_OF_A_STEP = re.compile(
+    r"\.(router_replay\.mode|qat\.enable|override_transformer_config\.moe_\w+_coeff)"
+)
+_OFF = (False, 0, "disabled", None)
 # Keys of which one value changes nothing.
 _NEUTRAL = {
     "algorithm.use_pf_ppo": False,
@@ -127,6 +133,7 @@ class Keys:
             of_actor = path.removeprefix(f"{ACTOR}.").split(".")[0]
             neutral = path in _NEUTRAL and _NEUTRAL[path] == value
             system = path.startswith(ACTOR) and of_actor in _SYSTEM.split()
+            system &= value in _OFF or not _OF_A_STEP.search(path)
             if neutral or system or value is None:
                 idle.append(path)
             else:
