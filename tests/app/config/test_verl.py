@@ -334,6 +334,92 @@ def test_the_warm_up_has_as_many_steps_as_in_verl(size, epochs, updates, differs
     assert bool(found.differs) == bool(differs)
 
 
+@pytest.mark.parametrize(
+    ("optim", "shape"),
+    [
+        ({"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1}, "cosine"),
+        (
+            {"lr_scheduler_type": "constant", "warmup_style": "cosine", "min_lr_ratio": 0.1},
+            "cosine",
+        ),
+        ({"lr_decay_style": "cosine", "min_lr": 1e-7}, "cosine"),
+        ({"lr_decay_style": "linear", "min_lr": 1e-7, "lr_decay_steps": 20}, "linear"),
+    ],
+)
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_schedule_is_verls(optim, shape, updates):
+    actor = {
+        "ppo_mini_batch_size": 64 // updates,
+        "optim": {"lr": 1e-6, "lr_warmup_steps": 4, **optim},
+    }
+    data = {
+        "algorithm": {"adv_estimator": "grpo"},
+        "actor_rollout_ref": {"actor": actor, "rollout": {"n": GROUP}},
+        "data": {"train_batch_size": 64},
+        "trainer": {"total_training_steps": 20},
+    }
+    found = verl.translate(data)
+    assert not found.unknown
+    assert not found.notes
+    assert any("schedule's learning rate falls" in line for line in found.differs) == (updates > 1)
+    run = toml.build(found.config | {"sampling": {"samples": GROUP}})
+    assert run.steps == 20
+    rate = replace(run.optimizer, total_steps=run.optimizer.total_steps or run.updates)
+    for step in (4, 9, 15, 20):
+        progress = (step - 4) / 16
+        left = {"cosine": (1 + np.cos(np.pi * progress)) / 2, "linear": 1 - progress}[shape]
+        at_step = float(rate.schedule_fn()(step * updates))
+        np.testing.assert_allclose(at_step, 1e-6 * (0.1 + 0.9 * left), rtol=1e-5)
+
+
+def test_a_schedule_without_an_end_or_a_counterpart_is_named():
+    found = of_actor(optim={"lr_scheduler_type": "cosine", "lr_warmup_steps": 200})
+    assert found.notes == (
+        "the cosine schedule ends with the run: set steps to as many as in verl",
+    )
+    assert "steps" not in found.config
+    found = of_actor(optim={"lr_decay_style": "inverse_square_root"})
+    assert found.differs == (
+        "the learning rate stays constant, its schedule in verl is inverse_square_root",
+    )
+    assert "schedule" not in found.config["optimizer"]
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"override_optimizer_config": {"eps": "1e-15"}},
+        {"override_optimizer_config": {"adam_eps": 1e-15}},
+        {"eps": 1e-15},
+    ],
+)
+def test_the_epsilon_of_adam_is_verls(optim):
+    found = of_actor(optim=optim)
+    assert found.config["optimizer"]["eps"] == 1e-15
+    assert not found.unknown
+
+
+def test_verls_defaults_are_not_called_without_counterpart():
+    qat = {"mode": "w4a16", "group_size": 16, "ignore_patterns": ["lm_head"]}
+    optim = {"optimizer": "AdamW", "optimizer_impl": "torch.optim", "clip_grad": 1.0}
+    optim |= {"lr_scheduler_type": "constant", "num_cycles": 0.5, "zero_indexed_step": True}
+    optim |= {"min_lr_ratio": 0.0, "muon_momentum": 0.95, "lr_wsd_decay_style": "exponential"}
+    data = {
+        "algorithm": {"pf_ppo": {"reweight_method": "pow"}, "adv_estimator": "grpo"},
+        "actor_rollout_ref": {"actor": {"optim": optim, "qat": {"enable": False, **qat}}},
+    }
+    assert not verl.translate(data).unknown
+    data["actor_rollout_ref"]["actor"]["optim"] = {"optimizer": "muon", "muon_momentum": 0.95}
+    data["actor_rollout_ref"]["actor"]["qat"] = {"enable": True, "mode": "w4a16"}
+    actor = "actor_rollout_ref.actor"
+    assert verl.translate(data).unknown == (
+        f"{actor}.optim.optimizer = 'muon'",
+        f"{actor}.optim.muon_momentum = 0.95",
+        f"{actor}.qat.enable = True",
+        f"{actor}.qat.mode = 'w4a16'",
+    )
+
+
 def of_actor(**actor):
     """The translation of a configuration that sets these keys of the actor alone."""
     data = {"actor_rollout_ref": {"actor": actor, "rollout": {"n": GROUP}}}

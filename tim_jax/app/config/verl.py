@@ -1,9 +1,10 @@
 """A verl configuration as one of this library: the TOML of a run, and what would differ.
 
 Read are the sections `algorithm` (with `rollout_correction`, which may also stand by itself) and
-`actor_rollout_ref.actor`; of others only what a step's size and sampling need. A key that is left
-out has verl's default. verl has two trainers: v0 (`ray_trainer.py`) is meant unless
-`trainer.use_v1` is true. The formulas are those of verl at commit 1dda039 (2026-08-22).
+`actor_rollout_ref.actor`; of others only what a step's size and sampling and the number of steps
+need. A key that is left out has verl's default. verl has two trainers: v0 (`ray_trainer.py`) is
+meant unless `trainer.use_v1` is true. The formulas are those of verl at commit 1dda039
+(2026-08-22).
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from tim_jax.app.config.verl_keys import ACTOR, Keys, rejection, rejections, wei
 from tim_jax.common.errors import InputError
 from tim_jax.objectives.objective import counts_kept
 
+_MOST_STEPS = 2**31 - 1
 _POLICY_LOSS = f"{ACTOR}.policy_loss"
 SECTIONS = ("algorithm", ACTOR, "rollout_correction")
 ESTIMATORS = {
@@ -86,9 +88,11 @@ def translate(data: Mapping[str, Any], *, source: str = "verl") -> Translation:
         raise InputError(f"{source}: has none of the sections {', '.join(SECTIONS)}")
     step = _Step(given)
     config = step.config()
-    # The lengths are for a model, which is not known yet.
+    # The lengths are for a model, which is not known yet, as the run's length may be.
     sampling = {k: v for k, v in config.get("sampling", {}).items() if not k.startswith("max_")}
-    toml.build(config | {"sampling": sampling}, source=f"{source}, translated")
+    toml.build(
+        {"steps": _MOST_STEPS, **config, "sampling": sampling}, source=f"{source}, translated"
+    )
     idle, unknown = given.rest()
     return Translation(
         config, tuple(step.differs), tuple(step.notes), idle, unknown, given.others()
@@ -144,7 +148,7 @@ class _Step:
         optimizer = self._optimizer(updates)
         found = {"sampling": self._sampling(), "learner": learner, "optimizer": optimizer}
         self._filter(learner)
-        return {name: section for name, section in found.items() if section}
+        return self._length() | {name: section for name, section in found.items() if section}
 
     def _estimator(self) -> str:
         path = "algorithm.adv_estimator"
@@ -407,12 +411,50 @@ class _Step:
         }
         betas = self.keys.get(f"{path}.betas", None) or [0.9, 0.999]
         found["b1"], found["b2"] = (self.keys.number(f"{path}.betas", b) for b in betas)
+        for key in ("eps", "override_optimizer_config.eps", "override_optimizer_config.adam_eps"):
+            if (eps := self.keys.get(f"{path}.{key}", None)) is not None:
+                found["eps"] = self.keys.number(f"{path}.{key}", eps)
         warmup = self.keys.get(f"{path}.lr_warmup_steps", -1)
         if warmup > 0 and updates > 1:
             self.differs.append(
                 "the warm-up's learning rate rises with every update, in verl once a step"
             )
-        return found | ({"warmup_steps": warmup * updates} if warmup > 0 else {})
+        found |= {"warmup_steps": warmup * updates} if warmup > 0 else {}
+        return found | self._schedule(found["learning_rate"], updates)
+
+    def _schedule(self, rate: float, updates: int) -> dict[str, Any]:
+        """The learning rate after the warm-up, for a step of this many updates."""
+        path, keys = f"{ACTOR}.optim", self.keys
+        names = ("warmup_style", "lr_scheduler_type", "lr_decay_style")  # the first is deprecated
+        given = [keys.get(f"{path}.{name}", None) for name in names]
+        name = next((name for name in given if name is not None), "constant")
+        lowest = max(keys.get(f"{path}.{key}", 0.0) or 0.0 for key in ("min_lr", "lr_min"))
+        share = keys.get(f"{path}.min_lr_ratio", 0.0) or (rate and lowest / rate)
+        total = keys.get(f"{path}.lr_decay_steps", None)
+        if name == "constant":
+            return {}
+        if name not in ("cosine", "linear"):
+            self.differs.append(f"the learning rate stays constant, its schedule in verl is {name}")
+            return {}
+        if updates > 1:
+            self.differs.append(
+                f"the {name} schedule's learning rate falls with every update, in verl once a step"
+            )
+        found = {"schedule": name, "final_share": share}
+        if total is not None:
+            total = keys.number(f"{path}.lr_decay_steps", total, whole=True)
+            return found | {"total_steps": total * updates}
+        if "steps" not in self._length():
+            self.notes.append(
+                f"the {name} schedule ends with the run: set steps to as many as in verl"
+            )
+        return found
+
+    def _length(self) -> dict[str, Any]:
+        """How many steps the run has, if that is given."""
+        path = "trainer.total_training_steps"
+        steps = self.keys.get(path, None)
+        return {} if steps is None else {"steps": self.keys.number(path, steps, whole=True)}
 
     def _max_grad_norm(self) -> float:
         deprecated, unread = f"{ACTOR}.optim.grad_clip", f"{ACTOR}.grad_clip"

@@ -25,15 +25,38 @@ _OF_A_STEP = re.compile(
     r"\.(router_replay\.mode|qat\.enable|override_transformer_config\.moe_\w+_coeff)"
 )
 _OFF = (False, 0, "disabled", None)
-# Keys of which one value changes nothing.
+# Keys of which these values change nothing.
 _NEUTRAL = {
-    "algorithm.use_pf_ppo": False,
-    f"{ACTOR}.shuffle": False,
-    f"{ACTOR}.freeze_vision_tower": False,
-    f"{ACTOR}.router_replay.mode": "disabled",
-    f"{ACTOR}.qat.enable": False,
-    f"{ACTOR}.optim.total_training_steps": -1,
-    f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.0,
+    "algorithm.use_pf_ppo": (False,),
+    "algorithm.filter_groups.max_inflight_gen_batches": (1,),
+    f"{ACTOR}.shuffle": (False,),
+    f"{ACTOR}.freeze_vision_tower": (False,),
+    f"{ACTOR}.router_replay.mode": ("disabled",),
+    f"{ACTOR}.qat.enable": (False,),
+    f"{ACTOR}.optim.total_training_steps": (-1,),
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": (0.0,),
+    f"{ACTOR}.optim.lr_warmup_init": (0.0,),
+    f"{ACTOR}.optim.lr_start": (0.0,),
+    f"{ACTOR}.optim.lr_decay_ratio": (1.0,),
+    f"{ACTOR}.optim.num_cycles": (0.5,),
+    f"{ACTOR}.optim.zero_indexed_step": (True,),
+    f"{ACTOR}.optim.name": ("AdamW",),
+    f"{ACTOR}.optim.optimizer": ("AdamW", "adamw", "adam"),
+    f"{ACTOR}.optim.optimizer_impl": ("torch.optim",),
+    f"{ACTOR}.optim.weight_decay_incr_style": ("constant",),
+    f"{ACTOR}.optim.use_checkpoint_opt_param_scheduler": (False,),
+    f"{ACTOR}.optim.use_precision_aware_optimizer": (False,),
+    f"{ACTOR}.optim.main_grads_dtype": ("fp32",),
+    f"{ACTOR}.optim.exp_avg_dtype": ("fp32",),
+    f"{ACTOR}.optim.exp_avg_sq_dtype": ("fp32",),
+    f"{ACTOR}.optim.lr_wsd_decay_style": ("exponential",),
+    f"{ACTOR}.optim.use_layer_wise_distributed_optimizer": (False,),
+}
+# Keys that begin so have an effect only if another one is not neutral.
+_DETAILS = {
+    "algorithm.pf_ppo.": "algorithm.use_pf_ppo",
+    f"{ACTOR}.qat.": f"{ACTOR}.qat.enable",
+    f"{ACTOR}.optim.muon_": f"{ACTOR}.optim.optimizer",
 }
 
 
@@ -131,14 +154,23 @@ class Keys:
             if not known or path in self._asked or path.endswith("._target_"):
                 continue
             of_actor = path.removeprefix(f"{ACTOR}.").split(".")[0]
-            neutral = path in _NEUTRAL and _NEUTRAL[path] == value
+            neutral = value is None or value in _NEUTRAL.get(path, ()) or self._is_detail(path)
             system = path.startswith(ACTOR) and of_actor in _SYSTEM.split()
             system &= value in _OFF or not _OF_A_STEP.search(path)
-            if neutral or system or value is None:
+            if neutral or system:
                 idle.append(path)
             else:
                 unknown.append(f"{path} = {value!r}")
         return tuple(idle), tuple(unknown)
+
+    def _is_detail(self, path: str) -> bool:
+        """True if another key would give this one an effect, and does not."""
+        switches = [key for start, key in _DETAILS.items() if path.startswith(start)]
+        return any(
+            key not in self._leaves or self._leaves[key] in _NEUTRAL[key]
+            for key in switches
+            if key != path
+        )
 
     def others(self) -> tuple[str, ...]:
         """The sections that are there beside those that are read."""
