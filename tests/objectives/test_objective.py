@@ -239,7 +239,7 @@ def test_coefficients_scale_the_gradient_and_receive_none():
         ({"clip_low": 1.5}, "clip_low is 1.5"),
         ({"clip_high": -1.0}, "clip_high is -1.0"),
         ({"clip_high": float("nan")}, "clip_high is nan"),
-        ({"dual_clip": 1.1}, "dual_clip is 1.1"),
+        ({"dual_clip": 1.0}, "dual_clip is 1.0"),
         ({"kl_coefficient": -1.0}, "kl_coefficient is -1.0"),
         ({"advantage_eps": -1.0}, "advantage_eps is -1.0"),
         ({"loss": "gsp"}, "did you mean 'gspo'"),

@@ -547,8 +547,7 @@ def _requirement(name: str, option: str, values: Mapping[str, Any]) -> tuple[boo
     if option == "clip_low" and name in _RATIO_CLIPPED:
         return 0.0 <= value <= 1.0, "lie in [0, 1]"
     if option == "dual_clip":
-        bound = 1.0 + values["clip_high"]
-        return value > bound, f"lie above 1 + clip_high, which is {bound}"
+        return value > 1.0, "lie above 1"
     if option == "lower":
         return value < values["upper"], f"lie below upper, which is {values['upper']}"
     if option == "share":

@@ -266,6 +266,13 @@ def test_every_loss_is_verls(loss):
     check(configuration(section, **actor))
 
 
+@pytest.mark.parametrize(("loss", "high"), [("cispo", 0.2), ("vanilla", 1000.0), ("gspo", 1000.0)])
+def test_bounds_that_cut_nothing_off_are_verls(loss, high):
+    actor = {"clip_ratio_low": 10, "clip_ratio_high": high, "policy_loss": {"loss_mode": loss}}
+    found = check(configuration(of_preset("decoupled_geo_rs"), **actor))
+    assert found.config["learner"]["objective"]["clip_low"] == 1.0
+
+
 @pytest.mark.parametrize(
     "estimator",
     quick.some(

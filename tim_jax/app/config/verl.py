@@ -224,6 +224,8 @@ class _Step:
                 f"clip_ratio = {clip} has no effect in verl, where clip_ratio_low and"
                 " clip_ratio_high are not null"
             )
+        if self.loss in ("clip", "gspo", "cispo", "clip_cov") and (bounds["clip_low"] or 0.0) > 1.0:
+            bounds["clip_low"] = 1.0  # the same loss: no ratio is below 0
         cap = self.keys.get(f"{ACTOR}.clip_ratio_c", 3.0)
         taus = {
             "temperature_positive": self.keys.get(f"{ACTOR}.tau_pos", 1.0),
