@@ -492,6 +492,10 @@ def test_a_key_that_is_left_out_has_verls_default():
     assert {name: objective[name] for name in expected} == expected
     assert objective["aggregation"] == "token_mean"
     assert objective["kl_coefficient"] == 0.0
+    found = of_actor(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=512)
+    assert found.config["sampling"]["max_prompt_length"] == 512
+    assert found.config["sampling"]["max_tokens"] == 512
+    assert not found.differs
 
 
 @pytest.mark.parametrize(
@@ -532,7 +536,7 @@ def test_the_command_prints_toml_that_loads(tmp_path, capsys):
     )
     assert cli.main(["translate", str(file), "--out", str(out)]) == 0
     assert capsys.readouterr().out == out.read_text()
-    config = toml.load(out)
+    config = toml.load(out, ["model.path=/models/some"])
     assert config.optimizer.learning_rate == 1e-6
     assert config.learner.corrections == ({"name": "token_tis", "cap": 3.0},)
     assert config.objective.entropy_coefficient == 1e-3

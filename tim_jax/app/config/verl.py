@@ -268,7 +268,7 @@ class _Step:
                     f" {asked}"
                 )
         if found == "constant_length" and factor is not None:
-            longest = self.keys.get("data.max_response_length", None)
+            longest = self.keys.get("data.max_response_length", 512)
             if longest != factor:
                 self.differs.append(f"sums are divided by sampling.max_tokens, in verl by {factor}")
         return {"aggregation": found}
@@ -387,14 +387,16 @@ class _Step:
         return {}
 
     def _sampling(self) -> dict[str, Any]:
-        path, found = "actor_rollout_ref.rollout", {}
+        path = "actor_rollout_ref.rollout"
+        found = {
+            "max_prompt_length": self.keys.get("data.max_prompt_length", 512),
+            "max_tokens": self.keys.get("data.max_response_length", 512),
+        }
         for ours, theirs, default in (
             ("samples", f"{path}.n", 1),
             ("temperature", f"{path}.temperature", 1.0),
             ("top_p", f"{path}.top_p", 1.0),
             ("top_k", f"{path}.top_k", -1),
-            ("max_prompt_length", "data.max_prompt_length", 512),
-            ("max_tokens", "data.max_response_length", 512),
         ):
             if theirs in self.keys:
                 value = self.keys.get(theirs, default)
