@@ -484,6 +484,12 @@ def test_what_changes_a_step_among_keys_of_the_engines_is_named():
     )
 
 
+def test_refills_are_said_to_come_from_another_order_of_the_prompts():
+    data = {"algorithm": {"adv_estimator": "grpo", "filter_groups": {"enable": True}}}
+    (line,) = verl.translate(data).differs
+    assert line.startswith("the prompts that replace groups of equal rewards come from a second")
+
+
 def test_a_key_that_is_left_out_has_verls_default():
     objective = verl.translate({"algorithm": {"adv_estimator": "grpo"}}).config["learner"][
         "objective"

@@ -483,5 +483,6 @@ class _Step:
             learner["refills"] = most - 1 if most > 0 else 1000
             learner["objective"]["drop_uninformative"] = True
             self.differs.append(
-                "groups of equal rewards are drawn again, in verl other prompts are"
+                "the prompts that replace groups of equal rewards come from a second order of the"
+                " training set, in verl they are the next ones"
             )
