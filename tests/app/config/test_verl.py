@@ -341,6 +341,13 @@ def test_the_warm_up_has_as_many_steps_as_in_verl(size, epochs, updates, differs
     assert bool(found.differs) == bool(differs)
 
 
+@pytest.mark.parametrize("steps", [None, -1, 0])
+def test_no_warm_up_is_written_where_verl_has_none(steps):
+    found = of_actor(optim={"lr_warmup_steps": steps})
+    assert "warmup_steps" not in found.config["optimizer"]
+    assert not found.differs
+
+
 @pytest.mark.parametrize(
     ("optim", "shape"),
     [

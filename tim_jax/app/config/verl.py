@@ -418,7 +418,7 @@ class _Step:
         for key in ("eps", "override_optimizer_config.eps", "override_optimizer_config.adam_eps"):
             if (eps := self.keys.get(f"{path}.{key}", None)) is not None:
                 found["eps"] = self.keys.number(f"{path}.{key}", eps)
-        warmup = self.keys.get(f"{path}.lr_warmup_steps", -1)
+        warmup = self.keys.get(f"{path}.lr_warmup_steps", -1) or 0
         if warmup > 0 and updates > 1:
             self.differs.append(
                 "the warm-up's learning rate rises with every update, in verl once a step"
