@@ -540,6 +540,11 @@ def test_what_has_no_meaning_is_refused_in_one_line(changes, message):
     assert str(refused.value).startswith("verl.yaml: ")
 
 
+def test_an_estimator_that_nobody_wrote_is_called_verls_default():
+    with pytest.raises(InputError, match="adv_estimator = 'gae': is verl's default and"):
+        verl.translate({"rollout_correction": {"rollout_is": "token"}})
+
+
 def test_the_command_prints_toml_that_loads(tmp_path, capsys):
     file, out = tmp_path / "verl.yaml", tmp_path / "ours.toml"
     file.write_text(

@@ -154,7 +154,9 @@ class _Step:
         path = "algorithm.adv_estimator"
         name = self.keys.get(path, "gae")
         if name in ("gae", "gdpo", "tir_optimal_token_baseline"):
-            raise self.keys.wrong(path, name, f"has no counterpart, as {', '.join(ESTIMATORS)} do")
+            verb = "has" if path in self.keys else "is verl's default and has"
+            rule = f"{verb} no counterpart, as {', '.join(ESTIMATORS)} do"
+            raise self.keys.wrong(path, name, rule)
         found = ESTIMATORS[self.keys.choice(path, "gae", ESTIMATORS)]
         gamma = self.keys.get("algorithm.gamma", 1.0)
         if gamma != 1.0 and found == "reinforce_plus_plus":
