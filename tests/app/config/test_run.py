@@ -262,6 +262,16 @@ REFUSED = [
     ("optimizer.b1=1.0", "optimizer.b1 = 1.0: must be in [0, 1)"),
     ("optimizer.total_steps=0", "optimizer.total_steps = 0: must be 1 or more"),
     (
+        "optimizer.total_steps=50",
+        "optimizer.total_steps = 50: has no effect on a constant learning rate; set"
+        " optimizer.schedule too",
+    ),
+    (
+        "optimizer.final_share=0.1",
+        "optimizer.final_share = 0.1: has no effect on a constant learning rate; set"
+        " optimizer.schedule too",
+    ),
+    (
         "task={kind='dataset', path='x', eval_share=2.0}",
         "task.eval_share = 2.0: must be a number from 0 to 1",
     ),

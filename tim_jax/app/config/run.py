@@ -354,6 +354,7 @@ class RunConfig(Section):
         self._check_rules()
         self._check_lengths()
         self._check_loss_scale()
+        self._check_schedule()
         if self.exact == "required" and self.numerics.family == "native":
             raise refusal(
                 "exact", self.exact, 'native numerics are not exact; set "report", or family tiles'
@@ -388,13 +389,6 @@ class RunConfig(Section):
                 self.warmup.steps,
                 "must be 0 with adapters, whose base stays as it is; train one run with the warm"
                 " start and name its model in model.path",
-            )
-        end = self.optimizer.total_steps or self.updates
-        if self.optimizer.schedule != "constant" and self.optimizer.warmup_steps >= end:
-            raise refusal(
-                "optimizer.warmup_steps",
-                self.optimizer.warmup_steps,
-                f"must be less than the schedule's {end} updates",
             )
         return self
 
@@ -462,6 +456,25 @@ class RunConfig(Section):
                 raise refusal(
                     key, where.tensor, f"must divide numerics.column_tiles = {self.column_tiles}"
                 )
+
+    def _check_schedule(self) -> None:
+        own = self.optimizer
+        if own.schedule == "constant":
+            for key in ("total_steps", "final_share"):
+                if value := getattr(own, key):
+                    raise refusal(
+                        f"optimizer.{key}",
+                        value,
+                        "has no effect on a constant learning rate; set optimizer.schedule too",
+                    )
+            return
+        end = own.total_steps or self.updates
+        if own.warmup_steps >= end:
+            raise refusal(
+                "optimizer.warmup_steps",
+                own.warmup_steps,
+                f"must be less than the schedule's {end} updates",
+            )
 
     def _check_loss_scale(self) -> None:
         dtype, sampler = self.numerics.dtype, self.sampler
