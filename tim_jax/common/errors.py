@@ -136,7 +136,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     meant = ours(word.rpartition(".")[2])
     meant = meant if meant in known else ours(meant)
     near = [meant] if meant in known else difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+    return suggestion(word, near[0]) if near else f"; known: {', '.join(known)}"
+
+
+def suggestion(word: str, name: str) -> str:
+    """Returns `"; did you mean 'name'?"`, and more if `word` is the size of what `name` counts."""
+    counts = word.endswith("_size") and name.endswith("mini_batches")
+    return f"; did you mean {name!r}{' (how many, not their size)' if counts else ''}?"
 
 
 def check_choice(what: str, value: object, known: Iterable[str]) -> None:

@@ -192,6 +192,21 @@ REFUSED = [
         "sampling.num_generations=4",
         "sampling.num_generations = 4: unknown key; did you mean 'samples'?",
     ),
+    (
+        "learner.ppo_mini_batch_size=256",
+        "learner.ppo_mini_batch_size = 256: unknown key; did you mean 'mini_batches' (how many, not"
+        " their size)?",
+    ),
+    (
+        "ppo_mini_batch_size=256",
+        "ppo_mini_batch_size = 256: unknown key; did you mean 'learner.mini_batches' (how many, not"
+        " their size)?",
+    ),
+    (
+        "learner.mini_batch_size=64",
+        "learner.mini_batch_size = 64: unknown key; did you mean 'mini_batches' (how many, not"
+        " their size)?",
+    ),
     ("lr=1e-6", "lr = 1e-06: unknown key; did you mean 'optimizer.learning_rate'?"),
     (
         "learner.beta=0",

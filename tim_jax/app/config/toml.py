@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from tim_jax.app.config.run import RunConfig
 from tim_jax.common import inputs
-from tim_jax.common.errors import InputError, did_you_mean, ours
+from tim_jax.common.errors import InputError, did_you_mean, ours, suggestion
 
 M = TypeVar("M", bound=BaseModel)
 COMMAND_LINE = "command line"
@@ -394,7 +394,7 @@ def _elsewhere(name: str, known: Collection[str], root: type) -> str:
     for wanted in (name,) if meant in known else (name, meant):
         place = next(_places(wanted, root), None)
         if place is not None:
-            return f"; did you mean {'.'.join(place)!r}?"
+            return suggestion(name, ".".join(place))
     return ""
 
 
