@@ -540,6 +540,35 @@ def test_what_has_no_meaning_is_refused_in_one_line(changes, message):
     assert str(refused.value).startswith("verl.yaml: ")
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "data.train_batch_size",
+        "data.max_response_length",
+        "actor_rollout_ref.rollout.top_k",
+        "actor_rollout_ref.actor.ppo_epochs",
+        "actor_rollout_ref.actor.clip_ratio_c",
+        "algorithm.filter_groups.max_num_gen_batches",
+    ],
+)
+def test_null_where_verl_has_a_value_is_one_line(path):
+    *above, last = path.split(".")
+    data: dict[str, Any] = {"algorithm": {"adv_estimator": "grpo"}}
+    section = data
+    for part in above:
+        section = section.setdefault(part, {})
+    section[last] = None
+    with pytest.raises(InputError) as refused:
+        verl.translate(data)
+    assert str(refused.value) == f"verl: {path} = None: must not be null; leave the key out"
+
+
+@pytest.mark.parametrize("betas", [0.9, [0.9], "0.9"])
+def test_betas_that_are_not_two_numbers_are_refused(betas):
+    with pytest.raises(InputError, match=r"optim.betas = .*: must be a list of two numbers"):
+        of_actor(optim={"betas": betas})
+
+
 def test_an_estimator_that_nobody_wrote_is_called_verls_default():
     with pytest.raises(InputError, match="adv_estimator = 'gae': is verl's default and"):
         verl.translate({"rollout_correction": {"rollout_is": "token"}})

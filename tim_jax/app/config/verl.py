@@ -218,15 +218,16 @@ class _Step:
     def _loss_options(self) -> dict[str, Any]:
         clip = self.keys.get(f"{ACTOR}.clip_ratio", 0.2)
         bounds = {
-            ours: clip if (bound := self.keys.get(f"{ACTOR}.{theirs}", 0.2)) is None else bound
+            ours: clip if bound is None else bound
             for ours, theirs in (("clip_low", "clip_ratio_low"), ("clip_high", "clip_ratio_high"))
+            for bound in (self.keys.get(f"{ACTOR}.{theirs}", 0.2, nullable=True),)
         }
         if clip != 0.2 and clip not in bounds.values():
             self.notes.append(
                 f"clip_ratio = {clip} has no effect in verl, where clip_ratio_low and"
                 " clip_ratio_high are not null"
             )
-        if self.loss in ("clip", "gspo", "cispo", "clip_cov") and (bounds["clip_low"] or 0.0) > 1.0:
+        if self.loss in ("clip", "gspo", "cispo", "clip_cov") and bounds["clip_low"] > 1.0:
             bounds["clip_low"] = 1.0  # the same loss: no ratio is below 0
         cap = self.keys.get(f"{ACTOR}.clip_ratio_c", 3.0)
         taus = {
@@ -416,11 +417,13 @@ class _Step:
             "max_grad_norm": self._max_grad_norm(),
         }
         betas = self.keys.get(f"{path}.betas", None) or [0.9, 0.999]
+        if not isinstance(betas, list) or len(betas) != 2:
+            raise self.keys.wrong(f"{path}.betas", betas, "must be a list of two numbers")
         found["b1"], found["b2"] = (self.keys.number(f"{path}.betas", b) for b in betas)
         for key in ("eps", "override_optimizer_config.eps", "override_optimizer_config.adam_eps"):
             if (eps := self.keys.get(f"{path}.{key}", None)) is not None:
                 found["eps"] = self.keys.number(f"{path}.{key}", eps)
-        warmup = self.keys.get(f"{path}.lr_warmup_steps", -1) or 0
+        warmup = self.keys.get(f"{path}.lr_warmup_steps", -1, nullable=True) or 0
         if warmup > 0 and updates > 1:
             self.differs.append(
                 "the warm-up's learning rate rises with every update, in verl once a step"
@@ -434,8 +437,8 @@ class _Step:
         names = ("warmup_style", "lr_scheduler_type", "lr_decay_style")  # the first is deprecated
         given = [keys.get(f"{path}.{name}", None) for name in names]
         name = next((name for name in given if name is not None), "constant")
-        lowest = max(keys.get(f"{path}.{key}", 0.0) or 0.0 for key in ("min_lr", "lr_min"))
-        share = keys.get(f"{path}.min_lr_ratio", 0.0) or (rate and lowest / rate)
+        lowest = max(keys.get(f"{path}.{key}", 0.0) for key in ("min_lr", "lr_min"))
+        share = keys.get(f"{path}.min_lr_ratio", 0.0, nullable=True) or (rate and lowest / rate)
         total = keys.get(f"{path}.lr_decay_steps", None)
         if name == "constant":
             return {}
@@ -467,7 +470,7 @@ class _Step:
         found = self.keys.get(f"{ACTOR}.optim.clip_grad", 1.0)
         if (given := self.keys.get(deprecated, None)) is not None:
             found = self.keys.number(deprecated, given)
-        given = self.keys.get(unread, found)
+        given = self.keys.get(unread, found, nullable=True)
         if given not in (None, found):
             self.notes.append(
                 f"actor.grad_clip = {given} has no effect in verl, whose engines read"

@@ -108,12 +108,14 @@ class Keys:
     def __contains__(self, path: str) -> bool:
         return path in self._leaves
 
-    def get(self, path: str, default: Any) -> Any:
+    def get(self, path: str, default: Any, *, nullable: bool = False) -> Any:
         """The value of a key, of the kind of its default (None: of any), or the default."""
         self._asked.add(path)
         value = self._leaves.get(path, default)
         if isinstance(value, str) and "${" in value:
             raise self.wrong(path, value, "is an interpolation; resolve the configuration first")
+        if value is None and default is not None and not nullable:
+            raise self.wrong(path, value, "must not be null; leave the key out")
         if value is None or default is None:
             return value
         if isinstance(default, bool | str):
