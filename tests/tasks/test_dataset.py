@@ -123,6 +123,27 @@ def test_states_of_an_environment_are_answers_but_json_as_it_is(tmp_path, value,
     assert example.answer == state
 
 
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"inputs": ["4 4\n####\n#..#\n####\n", "1 1\n.\n"], "outputs": ["4\n", "1\n"]},
+        {"inputs": ["2 2\n..\n..\n"], "outputs": ["####\n"]},
+        [{"input": "\\boxed{1}", "output": "2"}],
+    ],
+)
+def test_an_answer_that_is_json_is_taken_whole(tmp_path, tests):
+    """As the tests of programs are, whose inputs may look like marks of an answer."""
+    row = {"prompt": "Count.", "reward_model": {"ground_truth": json.dumps(tests)}}
+    [example] = load(write_lines(tmp_path / "a.jsonl", [row]), eval_share=0.0).train
+    assert json.loads(example.answer) == tests
+
+
+def test_a_solution_says_its_answer_also_where_it_is_json(tmp_path):
+    row = {"problem": "p", "solution": json.dumps({"text": "So $\\boxed{7}$."})}
+    [example] = load(write_lines(tmp_path / "a.jsonl", [row]), eval_share=0.0).train
+    assert example.answer == "7"
+
+
 def test_formats_agree(tmp_path):
     datasets = pytest.importorskip("datasets")
     expected = everything(load(write_lines(tmp_path / "a.jsonl", DAPO)))

@@ -490,6 +490,9 @@ def check_beside(row: Mapping[str, Any], used: tuple[str, ...], where: str) -> N
 def truth_of(value: object, where: str, *, solution: bool) -> str:
     """Returns a row's ground truth as text.
 
+    JSON of a list or an object, such as the tests of a program, is taken whole. Of a list of one
+    text, that is the text.
+
     Args:
       solution: whether it is a worked solution, which must say which part of it is the answer.
 
@@ -500,6 +503,8 @@ def truth_of(value: object, where: str, *, solution: bool) -> str:
         raise InputError(f"{where} must be text or a number, got {shown(value)}")
     text = value if isinstance(value, str) else _written_out(value, where)
     text = _only_one(text, where)
+    if not solution and _is_json(text):
+        return text.strip()
     if (solution or _MARKER.search(text)) and _marked(text) is None:
         needs = "no \\boxed{} answer" if solution else "headings (####), but no answer that is told"
         raise InputError(f"{where} has {needs}: {shown(text[-60:])}")
@@ -512,16 +517,23 @@ def truth_of(value: object, where: str, *, solution: bool) -> str:
 def state_text(value: object, where: str, *, solution: bool) -> str:
     """Returns a row's answer as the text that an environment's state begins as.
 
-    That is `truth_of` it, but a list or an object that is written as JSON is taken as it is.
+    That is `truth_of` it, but JSON of a list or an object is taken as it is, a list of one too.
 
     Raises:
       InputError: as `truth_of`.
     """
-    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
-        with suppress(ValueError, RecursionError):
-            json.loads(value)
-            return value
+    if isinstance(value, str) and _is_json(value):
+        return value
     return truth_of(value, where, solution=solution)
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is a list or an object."""
+    if text.lstrip().startswith(("[", "{")):
+        with suppress(ValueError, RecursionError):
+            json.loads(text)
+            return True
+    return False
 
 
 def truth_in(text: str) -> str:
