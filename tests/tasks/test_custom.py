@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tim_jax.common.errors import InputError
-from tim_jax.tasks.base import Example, Grade, Message, state_of
-from tim_jax.tasks.custom import answer_rewards, isolated_task, load_reward
+from tim_jax.tasks.base import Example, Grade, Message, SharedGrader, state_of
+from tim_jax.tasks.custom import answer_rewards, isolated_task, load_reward, make_task
 from tim_jax.tasks.episodes import Packed
 
 SOURCE = """
@@ -65,6 +65,19 @@ def make():
 
 def with_environment():
     return Task("mine", EXAMPLES, EXAMPLES, in_turns, environment=Here(print))
+"""
+GRADED = """
+import jax.numpy as jnp
+import numpy as np
+from tim_jax.tasks.base import Example, Grade, Task
+
+SCALARS = [np.float32(0.5), np.bool_(True), np.int64(2), jnp.float32(0.25)]
+
+def grade(examples, completions):
+    return [Grade(SCALARS[int(c)], "error" if c == "0" else None) for c in completions]
+
+def make():
+    return Task("mine", (Example("p", "3"),), (), grade)
 """
 EXAMPLES = [Example("p", "1"), Example((Message("system", "s"), Message("user", "u")), "2")]
 COMPLETIONS = ["1", "x"]
@@ -155,6 +168,17 @@ def test_a_task_made_elsewhere_keeps_the_states_of_its_episodes(here):
     assert [pickle.loads(state) for state in states] == [{"secret": 3}, "4"]
     with pytest.raises(InputError, match=r"must be named as task\.environment"):
         isolated_task("my_episodes:with_environment", {}, seconds=30.0)
+
+
+def test_a_tasks_grader_may_give_scalars_of_numpy_and_jax(here):
+    (here / "my_graded.py").write_text(GRADED)
+    task = make_task("my_graded:make", {})
+    given, expected = [str(i) for i in range(4)], [Grade(0.5, "error"), *map(Grade, (1.0, 2, 0.25))]
+    grades = task.grade(task.train * 4, given)
+    assert grades == expected
+    assert all(type(grade.reward) is float for grade in grades)
+    among_processes = SharedGrader(task.grade, 0, 1, lambda text: [text])
+    assert among_processes(task.train * 4, given) == expected
 
 
 def test_current_folder_of_a_program_started_elsewhere(here, tmp_path):

@@ -228,8 +228,8 @@ class _ItsGrader:
                 f"the grader of task.factory {self._factory} must return {len(completions)}"
                 f" tim_jax.tasks.base.Grade, got {shown(grades)}"
             )
-        _checked([grade.reward for grade in grades], len(grades), self._factory)
-        return grades
+        rewards = _checked([grade.reward for grade in grades], len(grades), self._factory)
+        return [Grade(reward, x.fault) for reward, x in zip(rewards, grades, strict=True)]
 
     def close(self) -> None:
         """Closes the grader, if it can be."""
@@ -459,7 +459,7 @@ class TaskHere:
             return [[plain(e.prompt), e.answer, e.solution, _packed(e)] for e in read]
         examples = [getattr(self._task, part)[row] for part, row in message["graded"]]
         lists = (Watched(items, self._notes) for items in (examples, message["completions"]))
-        return [[float(grade.reward), grade.fault] for grade in self._task.grade(*lists)]
+        return [[grade.reward, grade.fault] for grade in self._task.grade(*lists)]
 
 
 def _packed(example: Example) -> str:
