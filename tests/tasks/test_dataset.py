@@ -315,6 +315,21 @@ def test_columns_by_name(tmp_path):
     assert load(path, prompt_column="q.text", eval_share=0).train[0].answer == "no"
 
 
+def test_a_solution_that_is_named_may_be_the_answer_itself(tmp_path):
+    """As those of trl-lib/DeepMath-103K are."""
+    solutions = {"$0$": "$0$", "True": "True", "So $\\boxed{2}$.": "2"}
+    rows = [{"prompt": chat(("user", "?", {})), "solution": solution} for solution in solutions]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    with pytest.raises(InputError) as caught:
+        load(path, eval_share=0)
+    assert str(caught.value) == (
+        f"dataset {path}, line 1: column 'solution' has no \\boxed{{}} answer: '$0$'; if it is the"
+        " answer itself, set task.answer_column=solution"
+    )
+    task = load(path, eval_share=0, answer_column="solution")
+    assert [example.answer for example in task.train] == list(solutions.values())
+
+
 def test_template_and_system(tmp_path):
     plain = write_lines(tmp_path / "a.jsonl", [{"prompt": "x {y}", "answer": "1"}])
     chat = [{"role": r, "content": r[0]} for r in ("system", "user", "assistant", "user")]

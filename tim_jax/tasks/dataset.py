@@ -229,7 +229,8 @@ class DatasetSource:
     Attributes:
       path: file, folder or hub name, as for `read_rows`.
       split, subset: of a folder or a hub dataset, as for `read_rows`.
-      prompt_column, answer_column: override the detection; `a.b` is column b inside column a.
+      prompt_column, answer_column: override the detection; `a.b` is column b inside column a. A
+        `solution` that is named here may be the answer itself, and is read as an answer is.
       template: text with `{prompt}` in it, put around a text prompt or the last user message.
       system: system prompt; makes a text prompt a chat, and replaces a chat's own.
       eval_path, eval_split: held-out rows of their own. If only one is given the other is as for
@@ -336,8 +337,8 @@ def _example(row: Row, columns: tuple[str, str], source: DatasetSource, truth: T
     where, (prompt, answer) = f"dataset {row.where}", columns
     check_beside(row.values, columns, where)
     asked = prompt_of(_get(row, prompt), f"{where}: column {prompt!r}")
-    value, solution = _get(row, answer), answer == "solution"
-    told = truth(value, f"{where}: column {answer!r}", solution=solution)
+    solution = answer == "solution" and source.answer_column is None
+    told = truth(_get(row, answer), f"{where}: column {answer!r}", solution=solution)
     check_hidden(asked, told, f"{where}: column {prompt!r}")
     return Example(_dressed(asked, source), told, where=row.where)
 
@@ -507,7 +508,8 @@ def truth_of(value: object, where: str, *, solution: bool) -> str:
         return text.strip()
     if (solution or _MARKER.search(text)) and _marked(text) is None:
         needs = "no \\boxed{} answer" if solution else "headings (####), but no answer that is told"
-        raise InputError(f"{where} has {needs}: {shown(text[-60:])}")
+        hint = "; if it is the answer itself, set task.answer_column=solution" if solution else ""
+        raise InputError(f"{where} has {needs}: {shown(text[-60:])}{hint}")
     truth = truth_in(text)
     if not truth:
         raise InputError(f"{where} has an empty answer: {shown(text[-60:])}")
