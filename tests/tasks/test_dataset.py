@@ -330,6 +330,18 @@ def test_a_solution_that_is_named_may_be_the_answer_itself(tmp_path):
     assert [example.answer for example in task.train] == list(solutions.values())
 
 
+@pytest.mark.parametrize("before", ["question", "problem"])
+@pytest.mark.parametrize("answer", [{"answer": "4"}, {"solution": "So $\\boxed{4}$."}])
+def test_a_prompt_goes_before_what_it_was_made_of(tmp_path, before, answer):
+    """As `map` for TRL leaves it: the question stays beside the prompt."""
+    prompt = chat(("system", "Be brief.", {}), ("user", "2+2?", {}))
+    path = write_lines(tmp_path / "a.jsonl", [{before: "2+2?", "prompt": prompt, **answer}])
+    [example] = load(path, eval_share=0).train
+    assert example.prompt == (Message("system", "Be brief."), Message("user", "2+2?"))
+    assert example.answer == "4"
+    assert load(path, eval_share=0, prompt_column=before).train[0].prompt == "2+2?"
+
+
 def test_template_and_system(tmp_path):
     plain = write_lines(tmp_path / "a.jsonl", [{"prompt": "x {y}", "answer": "1"}])
     chat = [{"role": r, "content": r[0]} for r in ("system", "user", "assistant", "user")]

@@ -7,6 +7,8 @@ layout follows from the columns of the first row; named columns override it.
   MATH        `problem`, `solution` with the answer in its last `\\boxed{}`; `answer` if present
   DAPO, verl  `prompt` as text or messages, `reward_model` with `ground_truth`
   plain       `prompt` (or `question`, `problem`), `answer`
+
+A `prompt` goes before a `question` or `problem`.
 """
 
 import hashlib
@@ -213,11 +215,12 @@ def _need_datasets(source: str) -> None:
 # (prompt, ground truth) columns, the first pair that a row has. `a.b` is column b inside column a.
 LAYOUTS = (
     ("prompt", "reward_model.ground_truth"),
+    # Before the others: who maps a dataset to prompts, as for TRL, leaves its first columns in it.
+    ("prompt", "answer"),
+    ("prompt", "solution"),
     ("question", "answer"),
     ("problem", "answer"),
     ("problem", "solution"),
-    ("prompt", "answer"),
-    ("prompt", "solution"),
 )
 PLACE = "{prompt}"
 
