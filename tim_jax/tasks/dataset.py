@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ from tim_jax.tasks.base import Example, Grader, Message, Task, first_line, share
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `datasets`' save_to_disk
-PART = re.compile(r"[-_.](part)?\d+(-of-\d+(-[0-9a-f]+)?)?$")  # the number of a split's part
+PART = re.compile(r"[-_.](part)?(?P<number>\d+)(-of-(?P<count>\d+)(-[0-9a-f]+)?)?$")  # of a split
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -164,12 +165,32 @@ def _of_split(path: Path, files: Sequence[Path], split: str) -> Sequence[Path]:
         )
     whole = [file for file in files if file.stem == split]
     parts = [file for file in files if PART.sub("", file.stem) == split]
-    if whole or parts:
-        return whole or parts
-    if len({PART.sub("", file.stem) for file in files}) > 1:
+    if whole:
+        return whole
+    if not parts and len({PART.sub("", file.stem) for file in files}) > 1:
         names = ", ".join(file.name for file in files[:10])
         raise InputError(f"{where}: several sets for split {split!r}: {names}; name one file")
-    return files
+    _check_parts(parts or files, f"{where}: split {split!r}")
+    return parts or files
+
+
+def _check_parts(files: Sequence[Path], where: str) -> None:
+    """Refuses files whose names say that a part is missing or that they are of several sets."""
+    parts = [part for file in files if (part := PART.search(file.stem)) and part["count"]]
+    if not parts:
+        return
+    count, numbers = int(parts[0]["count"]), {int(part["number"]) for part in parts}
+    one_set = len(numbers) == len(files) and {int(part["count"]) for part in parts} == {count}
+    first = int(count in numbers)  # some count from 1
+    missing = [*islice((i for i in range(first, first + count) if i not in numbers), 10)]
+    names = ", ".join(file.name for file in files[:10])
+    if not one_set or (len(files) != count and not missing):
+        raise InputError(f"{where} has files of several sets of parts: {names}; leave one set")
+    if missing:
+        raise InputError(
+            f"{where} lacks the parts {', '.join(map(str, missing))} of {count}; found: {names};"
+            " fetch what is missing, or name one file"
+        )
 
 
 def _folders(path: Path, files: Sequence[Path]) -> str:
