@@ -295,7 +295,8 @@ def rows(draw):
 
 
 DATASET_KEYS = ["prompt_column", "answer_column", "template", "system", "eval_path", "eval_split"]
-DATASET_KEYS += ["eval_share", "eval_limit", "seed", "split", "subset", "time_limit", "reward"]
+DATASET_KEYS += ["eval_subset", "eval_share", "eval_limit", "seed", "split", "subset"]
+DATASET_KEYS += ["time_limit", "reward"]
 
 
 def dataset_case(file, changed):

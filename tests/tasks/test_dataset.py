@@ -215,14 +215,40 @@ def test_a_folder_of_several_subsets(tmp_path, monkeypatch):
         load(tmp_path)
     assert str(caught.value) == (
         f"dataset {str(tmp_path)!r}: files for split 'train' in several folders: main, socratic;"
-        " name one folder as task.subset, or one file"
+        " name one folder as task.subset (task.eval_subset for task.eval_path), or one file"
     )
     with pytest.raises(InputError) as caught:
         load(tmp_path, subset="default")
     assert str(caught.value) == (
-        f"dataset {str(tmp_path)!r}: task.subset = 'default', but no folder of that name has data"
-        " files; folders that have some: main, socratic; name one of them, or set task.subset=none"
+        f"dataset {str(tmp_path)!r}: no folder 'default' (task.subset, task.eval_subset) has data"
+        " files; folders that have some: main, socratic; name one of them, or none"
     )
+
+
+def test_held_out_rows_of_another_dataset_have_a_subset_of_their_own(tmp_path):
+    for place, rows in (
+        ("mine/main/train", GSM8K[:9]),
+        ("mine/main/test", GSM8K[9:11]),
+        ("mine/hard/test", GSM8K[11:14]),
+        ("other/default/test", GSM8K[14:18]),
+    ):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        write_lines(tmp_path / f"{place}.jsonl", rows)
+    mine, other = (str(tmp_path / name) for name in ("mine", "other"))
+
+    def held_out(**options):
+        task = load(mine, subset="main", eval_split="test", **options)
+        assert len(task.train) == 9
+        return len(task.evaluation)
+
+    assert held_out(eval_path=other) == 4
+    assert held_out(eval_path=other, eval_subset="default") == 4
+    assert held_out(eval_path=mine) == held_out() == 2
+    assert held_out(eval_subset="hard") == held_out(eval_path=mine, eval_subset="hard") == 3
+    with pytest.raises(InputError, match=r"no folder 'main' \(.*task\.eval_subset\) has data"):
+        held_out(eval_path=other, eval_subset="main")
+    with pytest.raises(InputError, match=r"no file for split 'train'; found: hard/test\.jsonl"):
+        load(mine, subset="main", eval_subset="hard")  # the split is as for training
 
 
 @pytest.mark.parametrize("inside", ["", "data"])
@@ -537,6 +563,10 @@ def test_hub(monkeypatch):
     task = load("openai/gsm8k", subset="main", eval_split="test")
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
     assert (len(task.train), len(task.evaluation)) == (50, 10)
+    asked.clear()
+    load("openai/gsm8k", subset="main", eval_path="HuggingFaceH4/MATH-500", eval_split="test")
+    load("openai/gsm8k", subset="main", eval_path="a/b", eval_split="test", eval_subset="en")
+    assert asked[1::2] == [("HuggingFaceH4/MATH-500", None, "test"), ("a/b", "en", "test")]
     with pytest.raises(InputError) as caught:
         load("openai/gsm8k", split="valid")
     assert str(caught.value).endswith(": ValueError: Unknown split 'valid'.")

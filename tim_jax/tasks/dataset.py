@@ -148,9 +148,8 @@ def _of_subset(path: Path, files: Sequence[Path], subset: str) -> list[Path]:
         return [*files]
     if not chosen:
         raise InputError(
-            f"dataset {str(path)!r}: task.subset = {subset!r}, but no folder of that name has data"
-            f" files; folders that have some: {_folders(path, files)}; name one of them, or set"
-            " task.subset=none"
+            f"dataset {str(path)!r}: no folder {subset!r} (task.subset, task.eval_subset) has data"
+            f" files; folders that have some: {_folders(path, files)}; name one of them, or none"
         )
     return chosen
 
@@ -161,7 +160,7 @@ def _of_split(path: Path, files: Sequence[Path], split: str) -> Sequence[Path]:
     if len({file.parent for file in files}) > 1:
         raise InputError(
             f"{where}: files for split {split!r} in several folders: {_folders(path, files)};"
-            " name one folder as task.subset, or one file"
+            " name one folder as task.subset (task.eval_subset for task.eval_path), or one file"
         )
     whole = [file for file in files if file.stem == split]
     parts = [file for file in files if PART.sub("", file.stem) == split]
@@ -257,8 +256,8 @@ class DatasetSource:
         `solution` that is named here may be the answer itself, and is read as an answer is.
       template: text with `{prompt}` in it, put around a text prompt or the last user message.
       system: system prompt; makes a text prompt a chat, and replaces a chat's own.
-      eval_path, eval_split: held-out rows of their own. If only one is given the other is as for
-        training.
+      eval_path, eval_split, eval_subset: held-out rows of their own. What is not given is as for
+        training, but `subset` is not for another dataset.
       eval_share: without those, this share of the prompts is held out; 0 for no evaluation.
       eval_limit: at most this many held-out prompts, chosen by a hash.
       seed: of the share and the choice.
@@ -273,6 +272,7 @@ class DatasetSource:
     system: str | None = None
     eval_path: str | None = None
     eval_split: str | None = None
+    eval_subset: str | None = None
     eval_share: float = 0.05
     eval_limit: int | None = None
     seed: int = 0
@@ -308,15 +308,11 @@ def dataset_task(source: DatasetSource, grade: Grader, truth: Truth | None = Non
     rows = read_rows(source.path, split=source.split, subset=source.subset)
     truth = truth or truth_of
     train = _examples(rows, source, truth)
-    if source.eval_path is None and source.eval_split is None:
+    if source.eval_path is source.eval_split is source.eval_subset is None:
         evaluation = [e for e in train if _hash(e, source.seed) < source.eval_share * 2**64]
         notes = ()
     else:
-        if source.eval_path is None and expanded(source.path).is_file():
-            raise InputError(f"dataset {source.path!r} is one file, without splits: set eval_path")
-        path = source.eval_path or source.path
-        split = source.eval_split or source.split
-        evaluation = _examples(read_rows(path, split=split, subset=source.subset), source, truth)
+        evaluation = _examples(_read_held_out(source), source, truth)
         notes = _overlap(train, evaluation)
     held_out = {example.prompt for example in evaluation}
     train = [example for example in train if example.prompt not in held_out]
@@ -336,6 +332,14 @@ def dataset_task(source: DatasetSource, grade: Grader, truth: Truth | None = Non
         distinct.sort(key=lambda e: _hash(e, source.seed))
         del distinct[source.eval_limit :]
     return Task(source.path, tuple(train), tuple(distinct), grade, notes)
+
+
+def _read_held_out(source: DatasetSource) -> list[Row]:
+    if source.eval_path is None and expanded(source.path).is_file():
+        raise InputError(f"dataset {source.path!r} is one file, without splits: set eval_path")
+    path, split = source.eval_path or source.path, source.eval_split or source.split
+    subset = source.subset if path == source.path else None  # names are of one dataset
+    return read_rows(path, split=split, subset=source.eval_subset or subset)
 
 
 def _examples(rows: Sequence[Row], source: DatasetSource, truth: Truth) -> list[Example]:
