@@ -522,6 +522,17 @@ def test_rows_that_are_like_them_are_taken(tmp_path):
     assert task.train[0].prompt == (Message("user", "2x4?"), Message("user", "Well?"))
 
 
+@pytest.mark.parametrize("shows", ["Put your final answer in $\\boxed{42}$.", "End with #### 42"])
+def test_an_instruction_may_show_an_answer_that_is_that_of_a_row(tmp_path, shows):
+    rows = [{"prompt": f"What is {i}+2? {shows}", "answer": i + 2} for i in (40, 5, 40, 6)]
+    task = load(write_lines(tmp_path / "a.jsonl", rows), eval_share=0, template="{prompt} Go.")
+    assert [example.answer for example in task.train] == ["42", "7", "42", "8"]
+    assert task.train[0].prompt == f"What is 40+2? {shows} Go."
+    path = write_lines(tmp_path / "b.jsonl", [rows[0], rows[2]])  # no row says that it is one
+    with pytest.raises(InputError, match=r"line 1: column 'prompt' ends with its answer, "):
+        load(path, eval_share=0, template="{prompt} Go.")
+
+
 def test_bad_sources(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", GSM8K)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nonsense")

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from importlib.util import find_spec
 from itertools import islice
@@ -344,7 +344,9 @@ def _read_held_out(source: DatasetSource) -> list[Row]:
 
 def _examples(rows: Sequence[Row], source: DatasetSource, truth: Truth) -> list[Example]:
     columns = _columns(rows[0], source)
-    return [_example(row, columns, source, truth) for row in rows]
+    examples = [_example(row, columns, source, truth) for row in rows]
+    check_hidden(examples, columns[0])
+    return [replace(example, prompt=_dressed(example.prompt, source)) for example in examples]
 
 
 def _columns(row: Row, source: DatasetSource) -> tuple[str, str]:
@@ -367,8 +369,7 @@ def _example(row: Row, columns: tuple[str, str], source: DatasetSource, truth: T
     asked = prompt_of(_get(row, prompt), f"{where}: column {prompt!r}")
     solution = answer == "solution" and source.answer_column is None
     told = truth(_get(row, answer), f"{where}: column {answer!r}", solution=solution)
-    check_hidden(asked, told, f"{where}: column {prompt!r}")
-    return Example(_dressed(asked, source), told, where=row.where)
+    return Example(asked, told, where=row.where)
 
 
 def _dressed(prompt: str | tuple[Message, ...], source: DatasetSource) -> str | tuple[Message, ...]:
@@ -496,15 +497,36 @@ def check_open(prompt: Prompt, where: str) -> None:
         )
 
 
-def check_hidden(prompt: Prompt, truth: str, where: str) -> None:
-    """Refuses a prompt at whose end the ground truth stands, as in a solution."""
+def check_hidden(examples: Sequence[Example], column: str) -> None:
+    """Refuses a prompt at whose end the ground truth stands, as in a solution.
+
+    An ending that prompts with other truths share only shows how an answer is to be written.
+    """
+    shared: set[str] = set()
+    for example in examples:
+        end = _hidden(example)
+        if end is None or end in shared:
+            continue
+        others = (other for other in examples if other.answer != example.answer)
+        if not any(_ending(other).endswith(end) for other in others):
+            raise InputError(
+                f"dataset {example.where}: column {column!r} ends with its answer,"
+                f" {shown(_ending(example)[-40:])}; name the column of the question as"
+                " prompt_column, or take the solution out of it"
+            )
+        shared.add(end)
+
+
+def _hidden(example: Example) -> str | None:
+    """The end of the prompt that is the ground truth as a solution has it, if there is one."""
+    ends = (f"\\boxed{{{example.answer}}}", f"#### {example.answer}")
+    return next((end for end in ends if _ending(example).endswith(end)), None)
+
+
+def _ending(example: Example) -> str:
+    prompt = example.prompt
     text = prompt if isinstance(prompt, str) else prompt[-1].content
-    ending = text.rstrip(" \t\n.$")
-    if any(ending.endswith(end) for end in (f"\\boxed{{{truth}}}", f"#### {truth}")):
-        raise InputError(
-            f"{where} ends with its answer, {shown(ending[-40:])}; name the column of the question"
-            " as prompt_column, or take the solution out of it"
-        )
+    return text.rstrip(" \t\n.$")
 
 
 def check_beside(row: Mapping[str, Any], used: tuple[str, ...], where: str) -> None:
