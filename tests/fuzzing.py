@@ -44,7 +44,6 @@ from tim_jax.instruments.study.measurement import Compared
 from tim_jax.model import calibration, hf
 from tim_jax.placement import processes
 from tim_jax.rl import programs
-from tim_jax.tasks import dataset
 
 LONGEST_LINE = 1100  # characters of a message
 SECONDS = 120  # of the processor, or ten times as many by the clock: the command hangs
@@ -247,7 +246,7 @@ def stand(patch) -> None:
     here = SimpleNamespace(tracing=nullcontext, devices=tuple(jax.devices()))
     patch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
     patch.setattr(hf, "snapshot_download", offline)
-    patch.setattr(dataset, "_hub", offline)
+    patch.setattr("tim_jax.tasks.rows._hub", offline)
     patch.setattr(processes, "join", began)
     patch.setattr(signals, "print_if_aborted", lambda line: nullcontext())
     patch.setattr(os, "_exit", _left)

@@ -25,7 +25,7 @@ from tim_jax.tasks import custom
 from tim_jax.tasks.base import Example, Grade, Message, Task
 from tim_jax.tasks.builtin import builtin_task
 from tim_jax.tasks.custom import IsolatedReward, isolated_task
-from tim_jax.tasks.dataset import read_rows
+from tim_jax.tasks.rows import read_rows
 
 REWARDS = r"""
 import ctypes, os, re, signal, sys, time

@@ -24,7 +24,7 @@ from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, OutOfMemoryError
 from tim_jax.model import calibration, hf
 from tim_jax.tasks import text
-from tim_jax.tasks.dataset import read_rows
+from tim_jax.tasks.rows import read_rows
 
 SMALL = Architecture(
     hidden_size=16,

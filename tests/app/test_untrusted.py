@@ -22,7 +22,8 @@ from tim_jax.model import hf
 from tim_jax.model.files import load_tokenizer
 from tim_jax.tasks import custom
 from tim_jax.tasks.builtin import ALPHABET
-from tim_jax.tasks.dataset import DatasetSource, dataset_task, read_rows
+from tim_jax.tasks.dataset import DatasetSource, dataset_task
+from tim_jax.tasks.rows import read_rows
 from tim_jax.tasks.text import character_tokenizer, encode_prompt
 
 MARK = "mark"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tim_jax.common.errors import InputError
 from tim_jax.tasks.base import Grade, Message
-from tim_jax.tasks.dataset import DatasetSource, dataset_task, read_rows, state_text, truth_in
+from tim_jax.tasks.dataset import DatasetSource, dataset_task, state_text, truth_in
 
 
 def no_grade(examples, completions):
@@ -259,64 +259,6 @@ def test_a_folder_of_one_configuration_needs_no_folder_for_it(tmp_path, inside):
     assert len(load(tmp_path, subset="main", eval_share=0.0).train) == 9
 
 
-@pytest.mark.parametrize(
-    ("names", "read"),
-    [
-        (["train", "train_socratic"], ["train"]),
-        (["train", "train_1000"], ["train"]),
-        (["train-0-of-2", "train-1-of-2", "train_hard-0-of-1"], ["train-0-of-2", "train-1-of-2"]),
-        (["train-0-of-2-a0b1", "train-1-of-2-ffc0"], ["train-0-of-2-a0b1", "train-1-of-2-ffc0"]),
-        (["train-1-of-2", "train-2-of-2"], ["train-1-of-2", "train-2-of-2"]),
-        (["train_0", "train_1"], ["train_0", "train_1"]),
-        (["train.part0", "train.part1"], ["train.part0", "train.part1"]),
-        (["train-v1.1"], ["train-v1.1"]),
-    ],
-)
-def test_the_files_of_a_split(tmp_path, names, read):
-    for name in names:
-        write_lines(tmp_path / f"{name}.jsonl", GSM8K[:1])
-    rows = read_rows(str(tmp_path))
-    assert [row.where for row in rows] == [f"{tmp_path / name}.jsonl, line 1" for name in read]
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["train-0-of-3", "train-2-of-3"], "lacks the parts 1 of 3; found: train-0-of-3.jsonl, "),
-        (["train-00001-of-00002"], "lacks the parts 0 of 2; found: train-00001-of-00002.jsonl; "),
-        (["train-3-of-3"], "lacks the parts 1, 2 of 3; found: "),
-        (["train-0-of-99999999999999999999"], "lacks the parts 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 of "),
-        (["train_sft-0-of-2"], "lacks the parts 1 of 2; found: train_sft-0-of-2.jsonl; "),
-        (
-            ["train-0-of-1", "train-0-of-2", "train-1-of-2"],
-            "has files of several sets of parts: train-0-of-1.jsonl, train-0-of-2.jsonl, ",
-        ),
-        (["train-0-of-1-aa", "train-0-of-1-bb"], "has files of several sets of parts: "),
-        (["train-0-of-2", "train-1-of-2", "train-2-of-2"], "has files of several sets of parts: "),
-        (["train-0-of-1", "train-1"], "has files of several sets of parts: "),
-    ],
-)
-def test_parts_that_are_not_all_of_one_set_are_refused(tmp_path, names, message):
-    """As a download leaves them that was interrupted, or that came over an older one."""
-    for name in names:
-        write_lines(tmp_path / f"{name}.jsonl", GSM8K[:1])
-    with pytest.raises(InputError) as caught:
-        load(tmp_path)
-    assert str(caught.value).startswith(f"dataset {str(tmp_path)!r}: split 'train' {message}")
-    assert "\n" not in str(caught.value)
-
-
-def test_names_that_could_all_be_the_split_are_refused(tmp_path):
-    for name in ("train_sft-0-of-1", "train_gen-0-of-1"):
-        write_lines(tmp_path / f"{name}.jsonl", GSM8K[:1])
-    names = (
-        r"several sets for split 'train': train_gen-0-of-1\.jsonl, train_sft-0-of-1\.jsonl; name"
-    )
-    with pytest.raises(InputError, match=names):
-        load(tmp_path)
-    assert len(read_rows(str(tmp_path), split="train_sft")) == 1
-
-
 def test_share_is_deterministic_disjoint_and_by_prompt(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", GSM8K + GSM8K[::-1])  # every prompt twice
     task = load(path, eval_share=0.3)
@@ -412,14 +354,6 @@ def test_template_and_system(tmp_path):
         Message("assistant", "a"),
         Message("user", "<u>"),
     )
-
-
-def test_unicode_line_separators_are_no_line_ends(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(
-        '{"prompt": "a\u2028b", "answer": "1"}\n\n{"prompt": "c", "answer": "2"}', "utf-8"
-    )
-    assert [row.where[-6:] for row in read_rows(str(path))] == ["line 1", "line 3"]
 
 
 GOOD = '{"prompt": "p", "answer": "1"}\n'
@@ -582,11 +516,3 @@ def test_hub(monkeypatch):
         load("openai/gsm8k", split="valid")
     assert str(caught.value).endswith(": ValueError: Unknown split 'valid'.")
     assert "no split 'valid' of it" in str(caught.value)
-
-
-def test_missing_extras_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("tim_jax.tasks.dataset.find_spec", lambda name: None)
-    (tmp_path / "a.parquet").write_bytes(b"")
-    for path in (tmp_path / "a.parquet", "openai/gsm8k"):
-        with pytest.raises(InputError, match=r"pip install 'tim-jax\[math\]'"):
-            load(path)
