@@ -3,10 +3,15 @@
 import ast
 import asyncio
 import json
+import os
 import random
+import signal
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -331,6 +336,28 @@ def test_python_sees_what_is_installed():
         sandbox.run(f"import os\nprint(len(os.listdir({sandbox.PACKAGES!r})) > 0)").output
         == "True\n"
     )
+
+
+@ISOLATES
+def test_python_goes_on_after_a_signal_to_all_processes_of_a_job():
+    code = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass\nprint(42)"
+    with ThreadPoolExecutor(1) as thread:
+        ran = thread.submit(sandbox.run, code)
+        while not (running := processes_of_the_sandbox()):
+            time.sleep(0.01)
+        for process in running:
+            os.kill(process, signal.SIGTERM)
+        assert ran.result() == sandbox.Ran("42\n")
+
+
+def processes_of_the_sandbox() -> list[int]:
+    """All of them once the code is running, and none before; only of this process."""
+    found = [os.getpid()]
+    for parent in found:
+        children = Path(f"/proc/{parent}/task").glob("*/children")
+        found += [int(child) for path in children for child in path.read_text().split()]
+    command = Path(f"/proc/{found[-1]}/cmdline").read_bytes()
+    return found[1:] if command.endswith(b"-P\0-s\0-\0") else []
 
 
 @ISOLATES

@@ -213,6 +213,8 @@ def _folders(packages: str) -> list[str]:
 
 def main() -> None:
     """Isolates this process, then runs the Python code of its input in another."""
+    # A scheduler may send SIGTERM to all processes of a job; the parent says when to end.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     seconds, memory = float(sys.argv[1]), int(sys.argv[2])
     python = os.path.realpath(sys.executable)
     try:
