@@ -214,7 +214,8 @@ def _fake_wandb(calls, error=None):
         calls.append(("init", options))
         return Run()
 
-    module.Error, module.init = Error, init
+    module.Error, module.init, module.Run = Error, init, Run
+    module.teardown = lambda: calls.append(("teardown",))
     module.Settings = lambda **options: options
     return module
 
@@ -244,6 +245,41 @@ def test_wandb_refusal_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="did not start: no API key; log in") as caught:
         Wandb(tmp_path, project="p", name="n", config={})
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_goes_on_without_wandb_s_own_process(tmp_path, monkeypatch, capsys):
+    def lose(*args, **named):
+        calls.append(("lost",))
+        raise ConnectionResetError("Connection lost")
+
+    calls = []
+    wandb = _fake_wandb(calls)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    sink = Wandb(tmp_path, project="p", name="n", config={})
+    sink.write(1, {"reward": 0.5})
+    monkeypatch.setattr(wandb.Run, "log", lose)
+    for step in (2, 3):
+        sink.write(step, {"reward": 0.5})
+    sink.close()
+    # Nothing is asked of it any more, and nothing is left for W&B to do when Python ends.
+    assert calls[-3:] == [("log", 1, {"reward": 0.5}), ("lost",), ("teardown",)]
+    assert capsys.readouterr().err == (
+        "tim_jax: Weights & Biases takes no more (ConnectionResetError Connection lost);"
+        " the run goes on without it\n"
+    )
+
+
+def test_wandb_s_process_may_end_as_the_run_closes(tmp_path, monkeypatch, capsys):
+    def lose(*args, **named):
+        raise RuntimeError("no answer\nfrom wandb-core")
+
+    calls = []
+    wandb = _fake_wandb(calls)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(wandb.Run, "finish", lose)
+    monkeypatch.setattr(wandb, "teardown", lambda: sys.exit(-15))
+    Wandb(tmp_path, project="p", name="n", config={}).close()
+    assert "takes no more (RuntimeError no answer from wandb-core);" in capsys.readouterr().err
 
 
 class Client:

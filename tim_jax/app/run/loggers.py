@@ -10,8 +10,8 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -241,6 +241,9 @@ class Wandb:
 
     Raises:
         InputError: wandb is not installed, or refuses to start (no login, no network).
+
+    If W&B's own process ends later, as after SIGTERM to all processes of a job, this is said once,
+    and nothing more is sent.
     """
 
     def __init__(
@@ -276,6 +279,7 @@ class Wandb:
                 f"Weights & Biases did not start: {reason}; log in with 'wandb login',"
                 " or set run.wandb_mode to 'offline'"
             ) from error
+        self._teardown, self._lost = wandb.teardown, False
         for metric, summary in _DRAWN.items():
             self._run.define_metric(metric, summary=summary)
         for pattern in _ROOMS:
@@ -283,10 +287,25 @@ class Wandb:
 
     def write(self, step: int, values: Values) -> None:
         strings = {name: value for name, value in values.items() if isinstance(value, str)}
-        self._run.log({**scalars(values), **strings}, step=step)
+        numbers = scalars(values)
+        self._send(lambda: self._run.log({**numbers, **strings}, step=step))
 
     def close(self) -> None:
-        self._run.finish()
+        self._send(self._run.finish)
+        if self._lost:
+            # Otherwise W&B would print a traceback when Python ends. It may call `sys.exit`.
+            with suppress(Exception, SystemExit):
+                self._teardown()
+
+    def _send(self, call: Callable[[], object]) -> None:
+        if self._lost:
+            return
+        try:
+            call()
+        except Exception as error:  # each version of W&B has others
+            self._lost = True
+            reason = " ".join(f"{type(error).__name__} {error}".split())
+            waiting.say(f"Weights & Biases takes no more ({reason}); the run goes on without it")
 
 
 class MLflow:
