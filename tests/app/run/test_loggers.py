@@ -193,14 +193,16 @@ def _records(file):
 
 
 def _fake_wandb(calls, error=None):
+    """W&B, as far as a sink calls it: without `commit`, the values of a step are not sent yet."""
     module: Any = types.ModuleType("wandb")
 
     class Error(Exception):
         pass
 
     class Run:
-        def log(self, values, step):
-            calls.append(("log", step, values))
+        def log(self, values, step, commit=None):
+            if commit:
+                calls.append(("log", step, values))
 
         def define_metric(self, name, *, summary=None, hidden=None):
             calls.append(("define", name, summary, hidden))

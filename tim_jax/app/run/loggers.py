@@ -288,7 +288,8 @@ class Wandb:
     def write(self, step: int, values: Values) -> None:
         strings = {name: value for name, value in values.items() if isinstance(value, str)}
         numbers = scalars(values)
-        self._send(lambda: self._run.log({**numbers, **strings}, step=step))
+        # Without `commit`, W&B would hold a step back until the next one.
+        self._send(lambda: self._run.log({**numbers, **strings}, step=step, commit=True))
 
     def close(self) -> None:
         self._send(self._run.finish)
