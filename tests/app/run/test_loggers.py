@@ -300,12 +300,17 @@ class Client:
         return answer
 
 
-def test_mlflow_is_given_parameters_and_metrics_and_resumes(tmp_path, monkeypatch):
+@pytest.fixture
+def fake_mlflow(monkeypatch):
     entities = SimpleNamespace(Metric=lambda *point: point, Param=lambda *pair: pair)
     package = SimpleNamespace(MlflowClient=Client, MlflowException=OSError, entities=entities)
     monkeypatch.setitem(sys.modules, "mlflow", package)
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
     monkeypatch.setattr(Client, "said", [])
+
+
+@pytest.mark.usefixtures("fake_mlflow")
+def test_mlflow_is_given_parameters_and_metrics_and_resumes(tmp_path):
     config = {"seed": 1, "learner": {"mode": "bypass"}}
     for _ in range(2):
         sink = MLflow(tmp_path, project="p", name="n", config=config, uri="")
@@ -321,6 +326,13 @@ def test_mlflow_is_given_parameters_and_metrics_and_resumes(tmp_path, monkeypatc
         ("reward", 0.5, 4),
         ("pass_at_1", 1.0, 4),
     ]
+
+
+@pytest.mark.usefixtures("fake_mlflow")
+def test_an_empty_mlflow_id_of_a_full_disk_is_none(tmp_path):
+    (tmp_path / "mlflow_id").touch()
+    MLflow(tmp_path, project="p", name="n", config={}, uri="")
+    assert (tmp_path / "mlflow_id").read_text() == "r1\n"
 
 
 @pytest.mark.parametrize(

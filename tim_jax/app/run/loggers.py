@@ -333,8 +333,9 @@ class MLflow:
         path = Path(folder) / "mlflow_id"
         with self._told():
             self._client = MlflowClient(uri or None)
-            if path.exists():
-                self._run = path.read_text().strip()
+            # Empty if the disk was full.
+            if path.exists() and (stored := path.read_text().strip()):
+                self._run = stored
                 self._client.update_run(self._run, status="RUNNING")
                 return
             found = self._client.get_experiment_by_name(project)
