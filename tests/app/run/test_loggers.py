@@ -3,6 +3,7 @@ import math
 import os
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,17 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tim_jax.app.config import toml
 from tim_jax.app.run.loggers import (
     JsonLines,
     MLflow,
     Tee,
     TensorBoard,
     Wandb,
+    extra_sinks,
     plain,
     read_lines,
     scalars,
 )
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, PreemptedError
 
 
 def test_lines_are_on_disk_after_every_write(tmp_path):
@@ -207,8 +210,8 @@ def _fake_wandb(calls, error=None):
         def define_metric(self, name, *, summary=None, hidden=None):
             calls.append(("define", name, summary, hidden))
 
-        def finish(self):
-            calls.append(("finish",))
+        def finish(self, exit_code=None):
+            calls.append(("finish", exit_code))
 
     def init(**options):
         if error:
@@ -239,7 +242,7 @@ def test_wandb_resumes_under_the_same_id(tmp_path, monkeypatch):
     defined = [call[1:] for call in calls if call[0] == "define"]
     assert ("mismatch/kl_k3", "last,max", None) in defined
     assert ("mismatch/*", None, True) in defined
-    assert calls[-1] == ("finish",)
+    assert calls[-1] == ("finish", 0)
 
 
 def test_wandb_refusal_is_one_line(tmp_path, monkeypatch):
@@ -333,6 +336,30 @@ def test_an_empty_mlflow_id_of_a_full_disk_is_none(tmp_path):
     (tmp_path / "mlflow_id").touch()
     MLflow(tmp_path, project="p", name="n", config={}, uri="")
     assert (tmp_path / "mlflow_id").read_text() == "r1\n"
+
+
+@pytest.mark.usefixtures("fake_mlflow")
+@pytest.mark.parametrize(
+    ("error", "status", "exit_code"),
+    [
+        (None, "FINISHED", 0),
+        (InputError("bad reward"), "FAILED", 1),
+        (ZeroDivisionError(), "FAILED", 1),
+        (PreemptedError("asked to end"), "KILLED", 255),
+        (KeyboardInterrupt(), "KILLED", 255),
+    ],
+)
+def test_loggers_record_how_a_run_ended(tmp_path, monkeypatch, error, status, exit_code):
+    calls = []
+    monkeypatch.setitem(sys.modules, "wandb", _fake_wandb(calls))
+    changes = ["run.sinks=['tensorboard', 'wandb', 'mlflow']"]
+    config = toml.load("configs/quickstart.toml", changes)
+    raised = pytest.raises(type(error)) if error else nullcontext()
+    with raised, extra_sinks(config, tmp_path, -1):
+        if error:
+            raise error
+    assert calls[-1] == ("finish", exit_code)
+    assert Client.said[-1] == ("set_terminated", ("r1", status), {})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -183,7 +183,7 @@ def follow(job: Job, run: Run, before: Start) -> None:
     reference, history = contents.pop("reference", None), contents.pop("history", ())
     with ExitStack() as stack:
         display = stack.enter_context(_display(job, start, stack))
-        more = stack.enter_context(closing(loggers.extra_sinks(config, run.folder, start)))
+        more = stack.enter_context(loggers.extra_sinks(config, run.folder, start))
         preemption = stack.enter_context(Preemption())
         for note in before.notes:
             display.note(note)

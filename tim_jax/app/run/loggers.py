@@ -1,7 +1,7 @@
 """Writers of metrics: JSON lines always; TensorBoard, Weights & Biases and MLflow by choice.
 
-A sink takes `write(step, values)` and `close()`. Values are scalars (of Python, NumPy or JAX),
-strings, arrays, or lists and mappings of them. Nothing here decides what is measured.
+A sink takes `write(step, values)` and `close(outcome)`. Values are scalars (of Python, NumPy or
+JAX), strings, arrays, or lists and mappings of them. Nothing here decides what is measured.
 """
 
 import json
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -23,11 +23,12 @@ import numpy as np
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import WandbMode
 from tim_jax.common import waiting
-from tim_jax.common.errors import InputError, writing
+from tim_jax.common.errors import InputError, PreemptedError, writing
 from tim_jax.common.inputs import leaves
 from tim_jax.placement import processes
 
 Values = Mapping[str, Any]
+Outcome = Literal["finished", "failed", "killed"]
 
 
 class Sink(Protocol):
@@ -37,8 +38,8 @@ class Sink(Protocol):
         """Takes the numbers of one step."""
         ...
 
-    def close(self) -> None:
-        """Takes no more, and lets go of what it writes to."""
+    def close(self, outcome: Outcome = "finished") -> None:
+        """Takes no more, lets go of what it writes to, and records the outcome if it can."""
         ...
 
 
@@ -106,7 +107,7 @@ class JsonLines:
         """Bytes in the file, all of them whole lines."""
         return os.fstat(self._file.fileno()).st_size
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         self._file.close()
 
 
@@ -199,7 +200,7 @@ class TensorBoard:
                 self._add(step, summary=self._scalar(name, value))
             self._file.flush()
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         with writing(self._events):
             self._file.close()
 
@@ -291,8 +292,10 @@ class Wandb:
         # Without `commit`, W&B would hold a step back until the next one.
         self._send(lambda: self._run.log({**numbers, **strings}, step=step, commit=True))
 
-    def close(self) -> None:
-        self._send(self._run.finish)
+    def close(self, outcome: Outcome = "finished") -> None:
+        # 255 is what W&B itself takes for an interrupt.
+        status = {"finished": 0, "failed": 1, "killed": 255}[outcome]
+        self._send(lambda: self._run.finish(exit_code=status))
         if self._lost:
             # Otherwise W&B would print a traceback when Python ends. It may call `sys.exit`.
             with suppress(Exception, SystemExit):
@@ -354,9 +357,9 @@ class MLflow:
             for start in range(0, len(points), 1000):
                 self._client.log_batch(self._run, metrics=points[start : start + 1000])
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         with self._told():
-            self._client.set_terminated(self._run)
+            self._client.set_terminated(self._run, outcome.upper())
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -368,7 +371,10 @@ class MLflow:
 
 @dataclass(frozen=True)
 class Tee:
-    """One sink that hands every write to all of `sinks`, in order."""
+    """One sink that hands every write to all of `sinks`, in order.
+
+    As a context manager it closes them with the outcome that an exception stands for.
+    """
 
     sinks: tuple[Sink, ...]
 
@@ -376,9 +382,21 @@ class Tee:
         for sink in self.sinks:
             sink.write(step, values)
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         for sink in self.sinks:
-            sink.close()
+            sink.close(outcome)
+
+    def __enter__(self) -> "Tee":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close(_outcome(error))
+
+
+def _outcome(error: BaseException | None) -> Outcome:
+    if error is None:
+        return "finished"
+    return "killed" if isinstance(error, KeyboardInterrupt | PreemptedError) else "failed"
 
 
 def _wandb_id(folder: Path) -> str:
