@@ -163,10 +163,12 @@ def test_tensorboard_holds_the_scalars(tmp_path):
 
     sink = TensorBoard(tmp_path / "tb")
     sink.write(3, {"reward": 0.5, "text": "x", "bins": np.ones((4,)), "bad": float("nan")})
+    sink.write(4, {"eval/pass@1": 0.25})
     sink.close()
     got = events(tmp_path / "tb")
     assert (3, "reward", 0.5) in got
-    assert {tag for _, tag, _ in got} == {"reward", "bad"}
+    assert (4, "eval/pass_at_1", 0.25) in got
+    assert {tag for _, tag, _ in got} == {"reward", "bad", "eval/pass_at_1"}
 
 
 @pytest.mark.parametrize(("resumed", "expected"), [(-1, []), (0, [1]), (7, [8])])
@@ -255,11 +257,12 @@ def test_wandb_refusal_is_one_line(tmp_path, monkeypatch):
 def test_a_run_goes_on_without_wandb_s_own_process(tmp_path, monkeypatch, capsys):
     def lose(*args, **named):
         calls.append(("lost",))
-        raise ConnectionResetError("Connection lost")
+        raise ConnectionResetError("Connection of 0123456789 lost")
 
     calls = []
     wandb = _fake_wandb(calls)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
     sink = Wandb(tmp_path, project="p", name="n", config={})
     sink.write(1, {"reward": 0.5})
     monkeypatch.setattr(wandb.Run, "log", lose)
@@ -269,7 +272,8 @@ def test_a_run_goes_on_without_wandb_s_own_process(tmp_path, monkeypatch, capsys
     # Nothing is asked of it any more, and nothing is left for W&B to do when Python ends.
     assert calls[-3:] == [("log", 1, {"reward": 0.5}), ("lost",), ("teardown",)]
     assert capsys.readouterr().err == (
-        "tim_jax: Weights & Biases takes no more (ConnectionResetError Connection lost);"
+        "tim_jax: Weights & Biases takes no more (ConnectionResetError Connection of"
+        " $WANDB_API_KEY lost);"
         " the run goes on without it\n"
     )
 

@@ -23,7 +23,7 @@ import numpy as np
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import WandbMode
 from tim_jax.common import waiting
-from tim_jax.common.errors import InputError, PreemptedError, writing
+from tim_jax.common.errors import InputError, PreemptedError, without_secrets, writing
 from tim_jax.common.inputs import leaves
 from tim_jax.placement import processes
 
@@ -162,6 +162,11 @@ def scalars(values: Values) -> dict[str, float]:
     return numbers
 
 
+def _scalars_without_at(values: Values) -> dict[str, float]:
+    """The numbers, for what takes no @ in a name."""
+    return {name.replace("@", "_at_"): value for name, value in scalars(values).items()}
+
+
 class TensorBoard:
     """Scalars as TensorBoard events under `folder`, without strings and arrays.
 
@@ -196,7 +201,7 @@ class TensorBoard:
 
     def write(self, step: int, values: Values) -> None:
         with writing(self._events):
-            for name, value in scalars(values).items():
+            for name, value in _scalars_without_at(values).items():
                 self._add(step, summary=self._scalar(name, value))
             self._file.flush()
 
@@ -308,7 +313,8 @@ class Wandb:
             call()
         except Exception as error:  # each version of W&B has others
             self._lost = True
-            reason = " ".join(f"{type(error).__name__} {error}".split())
+            reason = without_secrets(f"{type(error).__name__} {error}", os.environ)
+            reason = " ".join(reason.split())
             waiting.say(f"Weights & Biases takes no more ({reason}); the run goes on without it")
 
 
@@ -351,8 +357,8 @@ class MLflow:
 
     def write(self, step: int, values: Values) -> None:
         now = int(1000 * time.time())
-        numbers = scalars(values).items()  # of whose names MLflow takes no @
-        points = [self._metric(k.replace("@", "_at_"), value, now, step) for k, value in numbers]
+        numbers = _scalars_without_at(values).items()
+        points = [self._metric(name, value, now, step) for name, value in numbers]
         with self._told():
             for start in range(0, len(points), 1000):
                 self._client.log_batch(self._run, metrics=points[start : start + 1000])
