@@ -247,6 +247,27 @@ def test_wandb_resumes_under_the_same_id(tmp_path, monkeypatch):
     assert calls[-1] == ("finish", 0)
 
 
+def test_wandb_s_own_variable_counts_unless_the_config_says_another(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setitem(sys.modules, "wandb", _fake_wandb(calls))
+    for changes in ([], ["run.wandb_mode='online'"]):
+        config = toml.load("configs/quickstart.toml", ["run.sinks=['wandb']", *changes])
+        extra_sinks(config, tmp_path, -1)
+    modes = [options["mode"] for kind, *rest in calls if kind == "init" for options in rest]
+    assert modes == [None, "online"]  # None: W&B reads WANDB_MODE
+
+
+def test_a_wrong_setting_of_wandb_s_is_one_line(tmp_path, monkeypatch):
+    def init(**options):
+        raise ValueError("1 validation error for Settings\nmode")  # as of WANDB_MODE=no
+
+    wandb = _fake_wandb([])
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(InputError, match="did not start: 1 validation error for Settings mode;"):
+        Wandb(tmp_path, project="p", name="n", config={})
+
+
 def test_wandb_refusal_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", _fake_wandb([], error="no\nAPI key"))
     with pytest.raises(InputError, match="did not start: no API key; log in") as caught:

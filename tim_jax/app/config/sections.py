@@ -468,7 +468,8 @@ class RunSection(Section):
     """Where metrics go besides metrics.jsonl."""
     wandb_project: str = "tim-jax"
     """Also the name of the experiment in MLflow."""
-    wandb_mode: WandbMode = "online"
+    wandb_mode: WandbMode | None = None
+    """By default what WANDB_MODE says, or else online."""
     mlflow_uri: str = ""
     """Of a server, or `sqlite:///FILE`; by default what MLFLOW_TRACKING_URI says."""
     samples_logged: Whole = 4

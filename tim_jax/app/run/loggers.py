@@ -243,10 +243,12 @@ class Wandb:
     Steps that W&B already has are skipped by it; a run that resumes to the bit repeats them.
 
     Args:
-        mode: "online"; "offline" writes under `folder`/wandb, to be synced later; "disabled".
+        mode: "online"; "offline" writes under `folder`/wandb, to be synced later; "disabled". None
+            for what WANDB_MODE says, or else "online".
 
     Raises:
-        InputError: wandb is not installed, or refuses to start (no login, no network).
+        InputError: wandb is not installed, or refuses to start (no login, no network, a wrong
+            WANDB_MODE).
 
     If W&B's own process ends later, as after SIGTERM to all processes of a job, this is said once,
     and nothing more is sent.
@@ -259,7 +261,7 @@ class Wandb:
         project: str,
         name: str,
         config: Values,
-        mode: WandbMode = "online",
+        mode: WandbMode | None = None,
     ):
         try:
             import wandb
@@ -279,7 +281,7 @@ class Wandb:
                 # W&B would otherwise wrap stdout, under the live display.
                 settings=wandb.Settings(console="off"),
             )
-        except wandb.Error as error:
+        except (wandb.Error, ValueError) as error:
             reason = " ".join(str(error).split())
             raise InputError(
                 f"Weights & Biases did not start: {reason}; log in with 'wandb login',"
