@@ -384,6 +384,16 @@ def test_no_completion_is_too_odd_to_be_printed(finished, folder, call, monkeypa
     assert call("generate", finished, "x") == (0, shown, "")
 
 
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_stream_that_a_shell_closed_takes_what_is_printed(monkeypatch, capsys, closed):
+    monkeypatch.setattr(sys, closed, None)
+    assert cli.main(["study", "--list"]) == 0
+    assert cli.main(["study"]) == 2
+    captured = capsys.readouterr()
+    assert ("tim-jax: study: name a file" in captured.err) == (closed != "stderr")
+    assert "study: name a file" not in captured.out
+
+
 def gradients_of_a_norm(numerics):
     """`auditing.check_gradients` of the first unit alone."""
     extent = compiler.Extent()

@@ -28,6 +28,7 @@ _SIGNS_OF_LOSS = ("gloo", "Gloo", "Connection", "coordination", "heartbeat", "UN
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status, one of `errors.ENDINGS`."""
+    _replace_closed_streams()
     try:
         arguments = _arguments(argv)
     except RefusedError as error:
@@ -115,6 +116,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if rest:
         arguments.overrides += rest
     return arguments
+
+
+def _replace_closed_streams() -> None:
+    """Gives what is printed a place where a shell closed the stream (`>&-`), which is None then."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (to the end of the process)
 
 
 def _quiet() -> None:
