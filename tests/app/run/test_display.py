@@ -169,6 +169,24 @@ def test_the_live_panel_shows_the_same_facts():
     assert out.getvalue().endswith("\x1b[?25h")  # the cursor is back
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_the_live_panel_shows_labels_values_and_the_newest_steps_at_any_width(width):
+    out, console = terminal(width=width)
+    with Display(console, total=80, extra={"held-out": "eval/reward"}) as display:
+        for step in range(60):
+            out.truncate(0)
+            reward = float(step == 59)
+            display.update(step, {**METRICS, "reward": reward, "eval/reward": 0.5})
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).strip("\0\r\n")
+    rows = [line.strip("│ ") for line in shown.splitlines()]
+    for label in ("reward ", "length ", "exact ", "speed ", "held-out "):
+        assert any(row.startswith(label) for row in rows), label
+    *_, reward = (row for row in rows if row.startswith("reward "))
+    assert re.fullmatch(r"reward +1\.000 +▁{3,47}█", reward)
+    *_, exact = (row for row in rows if row.startswith("exact "))
+    assert re.fullmatch(r"exact +100% \(12,288 tokens\)( +737,280 so far, 0 unequal)?", exact)
+
+
 def test_completions_before_training_stay_beside_the_newest():
     out, console = terminal()
     with Display(console, total=9) as display:

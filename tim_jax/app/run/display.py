@@ -29,7 +29,8 @@ from tim_jax.rl.drawing import Sample, all_failed
 from tim_jax.rl.loop import Step
 
 _BARS = "▁▂▃▄▅▆▇█"
-_HISTORY = 48  # steps shown by a sparkline
+_HISTORY = 48  # steps shown by a sparkline, where there is room
+_GAP = 2  # between columns of the panel
 _RECENT = 20  # steps that the time left is estimated from
 
 
@@ -146,20 +147,27 @@ class Display:
             bar,
             Text(time_left(self._times, self._total) or "starting"),
         )
-        body = Table.grid(padding=(0, 2))
-        for column in ("label", "value", "trend"):
-            body.add_column(column, no_wrap=True)
-        for label, text in step_fields(self._values, extra=self._extra):
-            body.add_row(Text(label, style="bold"), *self._row(label, text))
+        fields = step_fields(self._values, extra=self._extra)
+        widths = [max(map(len, column), default=0) for column in zip(*fields, strict=True)]
+        body = Table.grid(padding=(0, _GAP))
+        for width in widths:
+            body.add_column(no_wrap=True, min_width=width)
+        body.add_column(no_wrap=True)
+        # The panel's border and padding take 4.
+        room = max(self._console.width - 4 - sum(widths) - 2 * _GAP, 0)
+        for label, text in fields:
+            body.add_row(Text(label, style="bold"), *self._row(label, text, room))
         return Group(head, body)
 
-    def _row(self, label: str, text: str) -> tuple[Text, Text]:
+    def _row(self, label: str, text: str, room: int) -> tuple[Text, Text]:
         if label == "exact":
             style = "green" if not self._unequal else "bold red"
             so_far = f"{self._compared:,} so far, {self._unequal:,} unequal"
-            return Text(text, style=style), Text(so_far, style="dim")
+            # A number that is cut would read as another.
+            return Text(text, style=style), Text(so_far if len(so_far) <= room else "", style="dim")
         trend = sparkline(self._history.get(self._trends[label], ()))
-        return Text(text), Text(trend, style="cyan")
+        newest = trend[max(len(trend) - room, 0) :]
+        return Text(text), Text(newest, style="cyan")
 
 
 def open_display(
