@@ -283,7 +283,6 @@ def test_a_run_goes_on_without_wandb_s_own_process(tmp_path, monkeypatch, capsys
     calls = []
     wandb = _fake_wandb(calls)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
     sink = Wandb(tmp_path, project="p", name="n", config={})
     sink.write(1, {"reward": 0.5})
     monkeypatch.setattr(wandb.Run, "log", lose)
@@ -293,9 +292,8 @@ def test_a_run_goes_on_without_wandb_s_own_process(tmp_path, monkeypatch, capsys
     # Nothing is asked of it any more, and nothing is left for W&B to do when Python ends.
     assert calls[-3:] == [("log", 1, {"reward": 0.5}), ("lost",), ("teardown",)]
     assert capsys.readouterr().err == (
-        "tim_jax: Weights & Biases takes no more (ConnectionResetError Connection of"
-        " $WANDB_API_KEY lost);"
-        " the run goes on without it\n"
+        "tim_jax: Weights & Biases takes no more (ConnectionResetError); the run goes on"
+        " without it\n"
     )
 
 
@@ -309,7 +307,7 @@ def test_wandb_s_process_may_end_as_the_run_closes(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(wandb.Run, "finish", lose)
     monkeypatch.setattr(wandb, "teardown", lambda: sys.exit(-15))
     Wandb(tmp_path, project="p", name="n", config={}).close()
-    assert "takes no more (RuntimeError no answer from wandb-core);" in capsys.readouterr().err
+    assert "takes no more (RuntimeError);" in capsys.readouterr().err
 
 
 class Client:
