@@ -309,6 +309,15 @@ def test_a_response_does_not_depend_on_the_other_prompts(model):
     assert other.text != alone.text
 
 
+@pytest.mark.parametrize("generator", ["rbg", "unsafe_rbg"])
+def test_draws_are_the_same_whatever_jax_s_default_generator_is(model, generator):
+    expected = tim.sample(model, ["What is 7 * 8?", "b"], **DRAWN)
+    with jax.default_prng_impl(generator):
+        found = tim.sample(model, ["What is 7 * 8?", "b"], **DRAWN)
+    assert bits(found.tokens) == bits(expected.tokens)
+    assert bits(found.log_probs) == bits(expected.log_probs)
+
+
 def test_a_second_call_compiles_nothing(model):
     first = tim.sample(model, ["What is 7 * 8?", "b"], **DRAWN)
     tim.score(model, first)

@@ -26,6 +26,15 @@ class Prompts:
     ids: jax.Array  # i32[P], names the prompt's random numbers; not its row
 
 
+def make_key(seed: int) -> jax.Array:
+    """The random key of a seed, by Threefry whatever JAX's default generator is.
+
+    A draw by it is the same in every batch. "rbg" and "unsafe_rbg" draw a whole batch of `vmap` by
+    the first of its keys.
+    """
+    return jax.random.key(seed, impl="threefry2x32")
+
+
 def more_rows(x: Any, parts: int, wanted: int) -> Any:
     """Rows [n * parts, ...] as [n * wanted, ...], with zeros in those that are added."""
     x = x.reshape(-1, parts, *x.shape[1:])

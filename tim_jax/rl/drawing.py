@@ -19,7 +19,7 @@ import numpy as np
 
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
-from tim_jax.common.types import Prompts, Rollout, more_rows
+from tim_jax.common.types import Prompts, Rollout, make_key, more_rows
 from tim_jax.objectives import advantages
 from tim_jax.placement import processes
 from tim_jax.rl import episodes
@@ -464,7 +464,7 @@ def _members(numbers: np.ndarray, size: int) -> np.ndarray:
 
 def step_key(seed: int, step: int) -> jax.Array:
     """The random key of a step; steps count from 1, evaluations use 0."""
-    return jax.random.fold_in(jax.random.key(seed), step)
+    return jax.random.fold_in(make_key(seed), step)
 
 
 def prompt_ids(indices: np.ndarray, size: int) -> list[int]:

@@ -154,6 +154,14 @@ def test_an_audit_of_exact_numerics_passes_and_its_control_differs():
     assert summary.control_unequal_tokens == results[3].unequal_tokens
 
 
+def test_an_audit_passes_whatever_jax_s_default_generator_is():
+    config = replace(tiny.CONFIG, num_layers=1)
+    cases = (Case("one by one", plain_sampling(config, SIZES), Again(one_by_one=True)),)
+    with jax.default_prng_impl("rbg"):
+        results = run(cases, config=config, control=False)
+    assert [result.passed for result in results] == [True]
+
+
 @pytest.mark.slow
 def test_a_learner_and_a_sampler_on_a_mesh_have_the_bits_of_episodes():
     config = replace(tiny.CONFIG, num_layers=1)

@@ -19,7 +19,7 @@ import numpy as np
 
 from tim_jax import metrics, mismatch
 from tim_jax.common import pages
-from tim_jax.common.types import Prompts, Rollout
+from tim_jax.common.types import Prompts, Rollout, make_key
 from tim_jax.instruments.auditing.cases import Score
 from tim_jax.instruments.auditing.running import learner_log_probs
 from tim_jax.mismatch import Mismatch, dial
@@ -127,7 +127,7 @@ def ablate(
       InputError: as `check`.
     """
     check(arms, execution, older=older is not None, remade=remade is not None)
-    key = jax.random.key(seed)
+    key = make_key(seed)
     learn = learner_log_probs(execution, Score())
     compare = jax.jit(_compare)
     samplers: dict[Mismatch, Callable[..., Rollout]] = {}  # each is compiled once

@@ -16,7 +16,7 @@ import numpy as np
 
 from tim_jax import placement
 from tim_jax.common.errors import InputError
-from tim_jax.common.types import Prompts, Rollout
+from tim_jax.common.types import Prompts, Rollout, make_key
 from tim_jax.instruments.auditing.cases import (
     Again,
     Case,
@@ -159,7 +159,7 @@ def _sample_again(prompts: Prompts, again: Again, sampling: Sampling, bench: _Be
     for batch in batches:
         chosen = jax.tree.map(lambda x, b=batch: x[jnp.asarray(b)], prompts)
         chosen = replace(chosen, tokens=_filled(chosen.tokens, again.padding, bench.config))
-        rollout = sample(weights, chosen, jax.random.key(bench.sizes.seed))
+        rollout = sample(weights, chosen, make_key(bench.sizes.seed))
         parts.append(jax.device_get(rollout))
     return jax.tree.map(lambda *xs: jnp.asarray(np.concatenate(xs)), *parts)
 
@@ -174,7 +174,7 @@ def _play(prompts: Prompts, wanted: Episodes, sampling: Sampling, bench: _Bench)
     played = episodes.play(
         bench.placed(wanted.placement),
         prompts,
-        jax.random.key(bench.sizes.seed),
+        make_key(bench.sizes.seed),
         programs=compiled,
         environment=Replies(wanted.reply, bench.config.vocab_size),
         states=[None] * bench.sizes.prompts,

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from tim_jax import placement
-from tim_jax.common.types import Prompts, Rollout, route_dtype
+from tim_jax.common.types import Prompts, Rollout, make_key, route_dtype
 from tim_jax.instruments.plan.hlo import Times
 from tim_jax.model import adapters, packing
 from tim_jax.model.execution import Execution
@@ -168,7 +168,7 @@ def sampling(workload: Workload, devices: Devices) -> Program:
         devices=laid.devices,
         mismatch=workload.sampler.mismatch,
     )
-    key = laid.whole(jax.eval_shape(lambda: jax.random.key(0)))
+    key = laid.whole(jax.eval_shape(lambda: make_key(0)))
     arguments = (laid.weights, laid.prompts, key)
     return Program("sampler", program, arguments, decode_steps(workload))
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from tim_jax import corrections, metrics
 from tim_jax.common.errors import InputError
-from tim_jax.common.types import Prompts, Rollout
+from tim_jax.common.types import Prompts, Rollout, make_key
 from tim_jax.mismatch import Mismatch
 from tim_jax.model import adapters, transformer
 from tim_jax.model.execution import Execution, jit
@@ -254,7 +254,7 @@ def project(vector: jax.Array, size: int) -> jax.Array:
 
     def add(total: jax.Array, numbered: tuple[jax.Array, jax.Array]):
         number, row = numbered
-        key = jax.random.fold_in(jax.random.key(_PROJECTION), number)
+        key = jax.random.fold_in(make_key(_PROJECTION), number)
         signs, place = jax.random.split(key)
         signed = row * jax.random.rademacher(signs, (size,), jnp.float32)
         return total + jnp.roll(signed, jax.random.randint(place, (), 0, size)), None
