@@ -921,6 +921,7 @@ def test_grpo_in_a_hundred_lines():
         ({}, "give reward, or for episodes of several turns respond"),
         ({"reward": len, "max_turns": 3}, "max_turns = 3 is for episodes; give respond too"),
         ({"respond": "guess"}, "respond must be a function"),
+        ({"reward": len, "respond": min}, "give reward or respond, not both"),
         ({"respond": min, "max_turns": 0}, "max_turns must be at least 1, got 0"),
         ({"respond": min, "max_tokens": 9, "longest": 8}, "at most the 8 tokens"),
         ({"max_episode_tokens": 8}, r"write training=model.training\(turns=tim_jax.Turns\("),

@@ -132,6 +132,8 @@ def grpo(
     if respond is None:
         _refuse_turns(reward, training, max_turns)
         task = drawing.shared(data.as_task(examples, reward))
+    elif reward is not None:
+        raise InputError("grpo: give reward or respond, not both: respond gives the rewards")
     else:
         task = data.as_episodes(examples, respond)
         given |= _episodes(model, task, training, max_turns, max_tokens)
