@@ -66,6 +66,16 @@ def test_a_projection_into_the_cache_has_the_code_of_one_beside_it(dtype):
 
 
 @pytest.mark.parametrize("family", lowering.NUMERICS)
+def test_jax_s_default_precision_is_no_matter_of_a_kernel(family):
+    """TPUs compile no kernel with bfloat16 operands that asks for more than the default."""
+    operations = lowering.operations(lowering.NUMERICS[family]["bfloat16"])
+    for name in ("dot", "attention, gradient"):
+        expected = lowering.lower(family, *operations[name]).as_text()
+        with jax.default_matmul_precision("highest"):
+            assert lowering.lower(family, *operations[name]).as_text() == expected, name
+
+
+@pytest.mark.parametrize("family", lowering.NUMERICS)
 def test_the_flash_attention_of_the_dial_lowers_for_the_device(family):
     """On a GPU by Triton with every JAX: Mosaic, the default of some, has no room for the keys."""
     function, shapes = lowering.flash(lowering.NUMERICS[family]["bfloat16"])

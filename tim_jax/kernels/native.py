@@ -50,10 +50,11 @@ def unit(forward: Callable, plain: Callable) -> Callable:
 def precise(x: jax.Array) -> dict[str, Any]:
     """The options of a dot of `x`: sums in float32, and products too where `x` is float32.
 
-    By default GPUs would round float32 operands to TF32, and TPUs to bfloat16.
+    By default GPUs would round float32 operands to TF32, and TPUs to bfloat16. Narrower operands
+    have a precision too, or they would take a user's `jax_default_matmul_precision`.
     """
     highest = x.dtype == jnp.float32
-    precision = jax.lax.Precision.HIGHEST if highest else None
+    precision = jax.lax.Precision.HIGHEST if highest else jax.lax.Precision.DEFAULT
     return {"precision": precision, "preferred_element_type": jnp.float32}
 
 
