@@ -32,7 +32,7 @@ from tim_jax.rl.types import TrainState
 @refuse_all_but(IN_TRAINING)
 def learn(
     before: Model | Step,
-    rows: str | Path | Iterable[Mapping[str, Any]],
+    rows: str | Path | Rollout | Iterable[Mapping[str, Any]],
     rewards: Sequence[float] | np.ndarray,
     *,
     samples: int | None = None,
