@@ -403,6 +403,30 @@ def test_a_path_is_no_model(use):
         use()
 
 
+def computing(model):
+    """Everything that computes a model, by name."""
+    rollout = tim.sample(model, ["a"], samples=2, max_tokens=3)
+    return {
+        "sample": lambda: tim.sample(model, ["a"], samples=2, max_tokens=3),
+        "score": lambda: tim.score(model, rollout),
+        "audit": lambda: tim.audit(model),
+        "diagnose": lambda: tim.diagnose(model, rollout),
+        "grpo": lambda: trained(model),
+        "learn": lambda: tim.learn(model, rollout, [0.0, 1.0]),
+    }
+
+
+def test_64_bits_are_refused_but_for_what_is_computed_in_32(model):
+    uses = computing(model)
+    with jax.enable_x64(True):
+        for name, use in uses.items():
+            with pytest.raises(InputError, match=f"^{name}: jax_enable_x64 is True.* in 32 bits"):
+                use()
+        with jax.enable_x64(False):
+            again = uses["sample"]()
+    assert bits(again.log_probs) == bits(uses["sample"]().log_probs)
+
+
 def test_an_audit_needs_a_single_process(model, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(InputError, match="audit: needs a single process, there are 2; audit"):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from tim_jax.api.model import Model, check_model
+from tim_jax.api.model import Model, check_jax, check_model
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import refuse_unknown
@@ -67,6 +67,7 @@ def audit(model: Model, *, quick: bool = False) -> Audit:
       InputError: the model has too few positions, or there are several processes.
     """
     check_model("audit", model)
+    check_jax("audit")
     if (count := jax.process_count()) > 1:
         raise InputError(
             f"audit: needs a single process, there are {count}; audit the model in one. Training in"

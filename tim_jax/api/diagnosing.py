@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tim_jax.api import foreign
-from tim_jax.api.model import Model, check_model, load
+from tim_jax.api.model import Model, check_jax, check_model, load
 from tim_jax.api.rollouts import Rollout, as_rows
 from tim_jax.common import pages, waiting
 from tim_jax.common.errors import InputError, check_choice
@@ -100,6 +100,7 @@ class Diagnose:
             `tim_jax.instruments.diagnosis.rollouts.RolloutsError`.
         """
         check_model("diagnose", model)
+        check_jax("diagnose")
         forward = foreign.forward_of("diagnose", model)
         check_choice("diagnose: log_probs", log_probs, ("processed", "raw"))
         default = Distribution(temperature, top_k, top_p, raw=log_probs == "raw")

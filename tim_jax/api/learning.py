@@ -14,7 +14,7 @@ import optax
 from tim_jax import placement
 from tim_jax.api import foreign
 from tim_jax.api.foreign import Response
-from tim_jax.api.model import Model, check_model
+from tim_jax.api.model import Model, check_jax, check_model
 from tim_jax.api.rollouts import Rollout, as_rows
 from tim_jax.api.steps import Started, Step, start
 from tim_jax.api.training import IN_TRAINING, named, settle
@@ -85,6 +85,7 @@ def learn(
       MismatchError: `training` has `exact=True`, and a log-prob is not the engine's to the bit.
     """
     began = time.perf_counter()
+    check_jax("learn")
     given = {"optimizer": optimizer, "objective": objective, "correction": correction}
     if isinstance(before, Step):
         _refuse_again(given | {"training": training, "seed": seed})

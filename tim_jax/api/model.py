@@ -141,6 +141,15 @@ def check_model(where: str, model: object) -> None:
         raise InputError(f"{where}: model must be what tim_jax.load returns, got {shown(model)}")
 
 
+def check_jax(where: str) -> None:
+    """Refuses settings of JAX under which models are not computed."""
+    if jax.numpy.result_type(float) != np.float32:
+        raise InputError(
+            f"{where}: jax_enable_x64 is True, and models are computed in 32 bits; call it within"
+            " `with jax.enable_x64(False):`"
+        )
+
+
 @refuse_unknown
 def load(
     source: str | Path,

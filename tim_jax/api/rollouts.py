@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from tim_jax.api import data, foreign
-from tim_jax.api.model import Model, check_model
+from tim_jax.api.model import Model, check_jax, check_model
 from tim_jax.app.run.display import printable
 from tim_jax.common import types, waiting
 from tim_jax.common.errors import InputError
@@ -113,6 +113,7 @@ def sample(
       InputError: a prompt that is empty or too long, or a number out of its range.
     """
     check_model("sample", model)
+    check_jax("sample")
     asked = request(
         model,
         prompts,
@@ -268,6 +269,7 @@ def score(
       InputError: rows that cannot be read.
     """
     check_model("score", model)
+    check_jax("score")
     if not isinstance(rollout, Rollout):
         if micro_batch is not None:
             raise InputError(

@@ -11,7 +11,7 @@ import optax
 
 from tim_jax import corrections, optimizers
 from tim_jax.api import data
-from tim_jax.api.model import Model, check_model
+from tim_jax.api.model import Model, check_jax, check_model
 from tim_jax.api.rollouts import text_of
 from tim_jax.api.steps import Step, start
 from tim_jax.common.errors import InputError
@@ -117,6 +117,7 @@ def grpo(
       NonFiniteError: from a step, after five updates in a row that were not finite.
     """
     check_model("grpo", model)
+    check_jax("grpo")
     check_whole("grpo: steps", steps, least=1)
     check_whole("grpo: seed", seed, least=0, most=2**32 - 1)
     given = {
