@@ -496,6 +496,12 @@ def test_every_step_is_proved_and_the_model_moves(model):
 
 
 @pytest.mark.slow
+def test_a_sound_step_has_nothing_that_jax_takes_for_a_fault(model):
+    with jax.debug_nans(True):
+        (step,) = trained(model, steps=1, mini_batches=2)
+    assert step.metrics["exact_share"] == 1.0
+
+
 def test_steps_that_are_drawn_ahead_are_proved_too(model):
     """On devices of the sampler's own; app/test_placed_runs.py compares with the learner's."""
     where = {"sampler_placement": tim.Placement(data=2), "own_devices": True}

@@ -215,7 +215,8 @@ def learn(
     length = jnp.mean(rollout.drawn_lengths.astype(jnp.float32))
     if response_length is not None:
         length = jnp.full_like(length, response_length)
-    unknown = length * jnp.float32(jnp.nan)
+    with jax.debug_nans(False):  # this one is no fault
+        unknown = length * jnp.float32(jnp.nan)
     before = int(state.skipped)
     comparisons, reports = [] if checked is None else [checked], []
     for number, index in enumerate(training.order, 1):
