@@ -427,6 +427,15 @@ def test_64_bits_are_refused_but_for_what_is_computed_in_32(model):
     assert bits(again.log_probs) == bits(uses["sample"]().log_probs)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_mesh_of_the_caller_s_is_refused(model, devices):
+    uses = computing(model)
+    with jax.set_mesh(jax.make_mesh((devices,), ("x",))):
+        for name, use in uses.items():
+            with pytest.raises(InputError, match=rf"^{name}: .*set_mesh of \{{'x': {devices}\}}"):
+                use()
+
+
 def test_an_audit_needs_a_single_process(model, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(InputError, match="audit: needs a single process, there are 2; audit"):

@@ -148,6 +148,12 @@ def check_jax(where: str) -> None:
             f"{where}: jax_enable_x64 is True, and models are computed in 32 bits; call it within"
             " `with jax.enable_x64(False):`"
         )
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        raise InputError(
+            f"{where}: is called within jax.set_mesh of {dict(mesh.shape)}, but a model has a mesh"
+            " of its own, tim_jax.load(placement=...); call it outside"
+        )
 
 
 @refuse_unknown
