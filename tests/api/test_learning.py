@@ -153,7 +153,7 @@ def test_what_sample_returns_is_as_good_as_rows(model, rollout, rows):
     training = model.training()
     found = foreign.learnable(model, as_rows(rollout, "learn"), "auto", training)
     expected = foreign.learnable(model, rows, "auto", training)
-    arrays = [foreign.arrays(model, responses) for responses in (found, expected)]
+    arrays = [foreign.arrays(training.execution, responses) for responses in (found, expected)]
     assert bits(arrays[0]) == bits(arrays[1])
     greedy = replace(rollout, sampling=replace(rollout.sampling, temperature=0.0))
     with pytest.raises(InputError, match="learn: the rollout is greedy"):
@@ -165,9 +165,25 @@ def test_lengths_count_what_the_model_drew(model, rows):
     mask = [1, 1, 0, 0, 0, 1]
     tokens = (rows[0]["response_token_ids"] * 6)[:6]
     row = rows[0] | {"response_token_ids": tokens, "logprobs": [-1.0] * 6, "mask": mask}
-    rollout = foreign.arrays(model, foreign.learnable(model, [row], "auto", model.training()))
+    training = model.training()
+    responses = foreign.learnable(model, [row], "auto", training)
+    rollout = foreign.arrays(training.execution, responses)
     assert (rollout.drawn_lengths.tolist(), rollout.lengths.tolist()) == ([3], [6])
     assert rollout.mask[0, :6].astype(int).tolist() == mask
+
+
+def test_a_row_that_ends_with_a_stop_token_of_the_training_is_not_cut(model, rows):
+    """Where the row does not say how it ended."""
+    end = next(t for t in range(model.config.vocab_size) if t not in model.stop_tokens)
+    rows = [
+        {k: v for k, v in row.items() if k != "finish_reason"}
+        | {"response_token_ids": [*row["response_token_ids"][:-1], end]}
+        for row in rows
+    ]
+    how = {"optimizer": SGD, "objective": objectives.Objective(drop_cut=True)}
+    stopped = tim.learn(model, rows, REWARDS, training=model.training(stop_tokens=(end,)), **how)
+    assert stopped.metrics["cut_share"] == 0.0
+    assert stopped.metrics["tokens"] == sum(len(row["response_token_ids"]) for row in rows)
 
 
 @pytest.mark.slow

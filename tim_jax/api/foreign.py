@@ -17,7 +17,7 @@ from tim_jax.instruments.diagnosis import evidence, readers
 from tim_jax.instruments.diagnosis.declared import Distribution
 from tim_jax.instruments.diagnosis.evidence import Forward
 from tim_jax.instruments.diagnosis.rollouts import Collected, Limits, Response, collect
-from tim_jax.model.execution import Sampling
+from tim_jax.model.execution import Execution, Sampling
 from tim_jax.rl.drawing import Sample
 from tim_jax.rl.training import Training
 
@@ -154,16 +154,16 @@ def check_groups(responses: Sequence[Response], samples: int) -> None:
             )
 
 
-def arrays(model: Model, responses: Sequence[Response]) -> Rollout:
+def arrays(execution: Execution, responses: Sequence[Response]) -> Rollout:
     """The responses in few shapes, so that few programs are compiled. Padding changes no bit."""
     longest = max(len(r) for r in responses)
     prompts = max(len(r.prompt) for r in responses)
-    most = model.config.most_positions
+    most, stops = execution.config.most_positions, execution.sampling.stop_tokens
     prompts = max(prompts, min(padded(prompts), most - longest))
     size = max(longest, min(padded(longest), most - prompts))
     # How a response ended that does not say it, its last token shows.
     said = [
-        replace(r, ended=r.ended or ("token" if r.tokens[-1] in model.stop_tokens else "cut"))
+        replace(r, ended=r.ended or ("token" if r.tokens[-1] in stops else "cut"))
         for r in responses
     ]
     rollout = evidence.side_by_side(said, prompts, size)

@@ -221,7 +221,7 @@ def _step(
     began: float,
 ) -> Step:
     started, built = before.started, before.started.programs
-    run, rollout = built.training, foreign.arrays(started.model, responses)
+    run, rollout = built.training, foreign.arrays(built.training.execution, responses)
     if run.learning.needs_greedy and greedy is None:
         raise InputError(
             f"learn: the estimator {run.learning.objective.estimator!r} needs greedy_rewards, the"
