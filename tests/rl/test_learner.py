@@ -13,7 +13,7 @@ import tiny
 from reference import reference_log_probs
 
 from tim_jax import corrections, objectives, optimizers
-from tim_jax.common.errors import InputError, MismatchError
+from tim_jax.common.errors import InputError, MismatchError, NonFiniteError
 from tim_jax.numerics import Numerics
 from tim_jax.policy import scoring
 from tim_jax.rl import experience as preparing
@@ -268,8 +268,11 @@ def test_a_value_that_is_not_a_number_is_not_exact_though_its_bits_are_equal():
     both = rollout.log_probs.at[2, 0].set(jnp.nan)
     found = exactness(both, replace(rollout, log_probs=both))
     assert (int(found.unequal), found.first.tolist()) == (1, [2, 0])
-    with pytest.raises(MismatchError, match=r"sequence 2, response position 0, learner nan"):
-        loop.check_exact(jax.device_get(found), 1)
+    message = "step 7: 1 of .* not finite; first: sequence 2, response position 0, learner nan"
+    with pytest.raises(NonFiniteError, match=message):
+        loop.check_exact(jax.device_get(found), 7)
+    with pytest.raises(MismatchError, match="sequence 2, response position 0, learner nan"):
+        loop.check_exact(jax.device_get(exactness(both, rollout)), 7)
 
 
 def test_zero_compared_tokens_are_a_failure():

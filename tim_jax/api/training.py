@@ -114,7 +114,8 @@ def grpo(
         that raises or is no finite number; from the first step, a `respond` that fails in all
         episodes.
       MismatchError: from a step, see `Training.exact`.
-      NonFiniteError: from a step, after five updates in a row that were not finite.
+      NonFiniteError: from a step, after five updates in a row that were not finite, or if the
+        log-probs of both sides are not finite.
     """
     check_model("grpo", model)
     check_jax("grpo")

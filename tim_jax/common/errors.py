@@ -48,7 +48,10 @@ NOT_EXACT = Ending(
     3, "tim-jax: not exact: {}", "The two log-probs of a token differ; the line names the token."
 )
 NOT_FINITE = Ending(
-    4, "tim-jax: {}", "The loss or gradient was not finite `learner.max_skipped` times in a row."
+    4,
+    "tim-jax: {}",
+    "The loss or gradient was not finite `learner.max_skipped` times in a row, or log-probs of an"
+    " exact run are no longer finite.",
 )
 LOST = Ending(
     5,
@@ -158,15 +161,15 @@ class MismatchError(Exception):
 
 
 class NonFiniteError(Exception):
-    """Too many updates in a row had a loss or a gradient that is not finite.
+    """Too many updates in a row had a loss or a gradient that is not finite, or log-probs are not.
 
     Attributes:
-        batch: name -> NumPy array, what the last of them was computed from.
+        batch: name -> NumPy array, what the last of the updates was computed from, if it were they.
     """
 
     ending: ClassVar[Ending] = NOT_FINITE
 
-    def __init__(self, message: str, batch: Mapping[str, Any]):
+    def __init__(self, message: str, batch: Mapping[str, Any] | None = None):
         super().__init__(message)
         self.batch = batch
 

@@ -72,7 +72,8 @@ def train(
 
     Raises:
       MismatchError: the run is to be exact, and a token differs, or none was compared.
-      NonFiniteError: `programs.training.learning.max_skipped` updates in a row were not finite.
+      NonFiniteError: `programs.training.learning.max_skipped` updates in a row were not finite, or
+        log-probs of a run that is to be exact are not.
       InputError: a prompt that is too long, a reward function that raises or returns nonsense.
     """
     weights = programs.prepare(adapters.whole(state.params, base))
@@ -304,16 +305,25 @@ def merged(comparisons: Sequence[Exactness]) -> Exactness:
 
 
 def check_exact(exactness: Exactness, step: int) -> None:
-    """Raises MismatchError if a token differs or nothing was compared."""
+    """Raises MismatchError if a token differs or nothing was compared.
+
+    Raises NonFiniteError if neither side has a finite value: then the weights are at fault.
+    """
     if int(exactness.compared) == 0:
         raise MismatchError(f"step {step}: no response token was compared")
     if int(exactness.unequal):
         row, position = (int(i) for i in exactness.first)
         trainer, rollout = (float(v) for v in exactness.values)
+        where = f"first: sequence {row}, response position {position}, learner {trainer!r}"
+        some = f"step {step}: {int(exactness.unequal)} of {int(exactness.compared)} response tokens"
+        if not np.isfinite(exactness.values).any():
+            raise NonFiniteError(
+                f"{some} have log-probs that are not finite; {where}, sampler {rollout!r}: the"
+                " weights are not finite either, or too large to compute with"
+            )
         raise MismatchError(
-            f"step {step}: {int(exactness.unequal)} of {int(exactness.compared)} response tokens"
-            f" have unequal log-probs; first: sequence {row}, response position {position}, learner"
-            f" {trainer!r} ({trainer.hex()}), sampler {rollout!r} ({rollout.hex()})"
+            f"{some} have unequal log-probs; {where} ({trainer.hex()}), sampler {rollout!r}"
+            f" ({rollout.hex()})"
         )
 
 

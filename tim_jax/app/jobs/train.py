@@ -233,6 +233,8 @@ def _steps(job: Job, run: Run, state: TrainState, **kept: Any) -> Iterator[Step]
             **kept,
         )
     except NonFiniteError as error:
+        if error.batch is None:
+            raise
         path = run.folder / "non_finite.npz"
         if processes.leads():
             with writing(path):
