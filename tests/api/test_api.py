@@ -633,6 +633,16 @@ def in_time(prompts, completions, answers):
             {"optimizer": optax.chain(optax.clip(1.0), optax.contrib.muon(1e-3))},
             "Muon would take layers.attn_norm [1, 16], a vector of each layer, for a matrix",
         ),
+        (
+            PAIRS,
+            {"optimizer": optax.chain(optax.sgd(1e-3), optax.contrib.reduce_on_plateau())},
+            "optimizer, which is given gradients and parameters but no loss, raised TypeError",
+        ),
+        (
+            PAIRS,
+            {"optimizer": optax.lbfgs()},
+            "optimizer, which is given gradients and parameters but no loss, raised TypeError",
+        ),
         (PAIRS, {"steps": 0}, "steps must be at least 1, got 0"),
         (PAIRS, {"samples": 1}, "samples = 1: must be 2 or more for the estimator"),
         (PAIRS, {"objective": "grpo"}, "objective must be one of tim_jax.objectives, got str"),

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from tim_jax import corrections, optimizers
@@ -26,6 +27,7 @@ from tim_jax.rl.programs import Programs
 from tim_jax.rl.rules import Turns
 from tim_jax.rl.training import FIELDS, Training
 from tim_jax.tasks.base import Task
+from tim_jax.tasks.custom import user_code
 from tim_jax.tasks.episodes import Environment, Noted
 
 IN_TRAINING = {
@@ -267,14 +269,25 @@ def _run(who: str, model: Model, training: Training | None, given: dict[str, Any
             " to learn from"
         )
     run.check()
-    _check_muon(who, run)
+    _check_optimizer(who, run)
     return run
 
 
-def _check_muon(who: str, run: Training) -> None:
-    """Refuses Muon for vectors: one of every layer, stacked, has two axes as a matrix has."""
+def _check_optimizer(who: str, run: Training) -> None:
+    """Refuses an optimizer that fails as a step calls it, and Muon for vectors."""
     trained = adapters.trained_shapes(run.execution.config, run.execution.lora)
-    state = jax.eval_shape(partial(optimizers.first_state, run.optimizer), trained)
+    told = ("response_length", "gradient_norm", "effective_sample_size")
+    extra = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in told}
+    extra["finite"] = jax.ShapeDtypeStruct((), jnp.bool_)
+    step = partial(optimizers.guarded_step, optax.with_extra_args_support(run.optimizer))
+    with user_code(f"{who}: optimizer, which is given gradients and parameters but no loss,"):
+        state = jax.eval_shape(partial(optimizers.first_state, run.optimizer), trained)
+        jax.eval_shape(step, trained, state, trained, **extra)
+    _check_muon(who, state)
+
+
+def _check_muon(who: str, state: Any) -> None:
+    """Refuses Muon for vectors: one of every layer, stacked, has two axes as a matrix has."""
     for own in jax.tree.leaves(state, is_leaf=_is_muon):
         found = jax.tree_util.tree_leaves_with_path(own.mu) if _is_muon(own) else []
         for path, leaf in found:
