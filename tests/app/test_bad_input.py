@@ -587,6 +587,20 @@ ARGUMENTS = {
     "URL": (["export", "run", "gs://b/m"], "path 'gs://b/m': is a URL, not a path on this machine"),
     "URL of a dataset": (["diagnose", "m", "s3://b/r.jsonl"], "path 's3://b/r.jsonl': is a URL"),
     "config": (["train", "~nobody-here/c.toml"], "~nobody-here is no user's home folder"),
+    "no folder": (
+        ["audit", "qwen3", "--json", "nowhere/r.json"],
+        "--json: cannot write 'nowhere/r.json': there is no folder 'nowhere'",
+    ),
+    "folder": (["diagnose", "m", "r", "--html", "/"], "--html: cannot write '/': it is a folder"),
+    "scores": (["eval", "c.toml", "--json", "nowhere/s.json"], "there is no folder 'nowhere'"),
+    "plan": (
+        ["plan", "c.toml", "--topology", "v5e:2x2", "--json", "nowhere/p.json"],
+        "there is no folder 'nowhere'",
+    ),
+    "chart": (
+        ["audit", "qwen3", "--sampler", "[]", "--chart", "x.gif"],
+        "--chart: cannot write 'x.gif': its name must end in .png, .pdf, .svg",
+    ),
     "dial": (["audit", "qwen3", "--sampler", "[{name = 'kv_cache', x = nan}]"], "x = nan: must be"),
 }
 
@@ -600,6 +614,17 @@ def test_an_argument_that_is_senseless(what, capsys):
     assert words in captured.err
     assert captured.err.count("\n") == 1
     assert len(captured.err) < 300
+
+
+def test_a_result_that_may_not_be_written_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
+    """A read-only file, or a new one in a read-only folder; root may write to both."""
+    old = tmp_path / "old.json"
+    old.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for file, words in ((old, "you may not write to it"), (tmp_path / "new", "to the folder")):
+        assert cli.main(["audit", "qwen3", "--json", str(file)]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 FILES = {

@@ -1,7 +1,8 @@
 """How arguments are read: what argparse calls with a text, and the options of some commands."""
 
+import os
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -12,6 +13,7 @@ from tim_jax.common.errors import InputError
 DTYPES = ("float32", "bfloat16", "float16")
 FAMILIES = ("auto", "tiles", "native", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu")
 A_MODEL = "folder, hub name or run folder, or tiny, which comes with the package"
+CHARTS = (".png", ".pdf", ".svg")
 KERNELS = f"kernels: {', '.join(FAMILIES)}; auto: tiles on CPU, pallas_gpu or pallas_tpu there"
 
 
@@ -45,9 +47,36 @@ def add_flag(parser: ArgumentParser, option: str, about: str) -> None:
     parser.add_argument(option, action="store_true", help=about)
 
 
-def add_file(parser: ArgumentParser, option: str, about: str) -> None:
-    """Adds an option that is a file."""
-    parser.add_argument(option, type=path, metavar="FILE", help=about)
+def add_output(
+    parser: ArgumentParser, option: str, about: str, endings: Sequence[str] = ()
+) -> None:
+    """Adds an option that is a file to write, which is refused before any work is done for it.
+
+    Args:
+      endings: of names that it may have; none for any.
+    """
+
+    def read(text: str) -> Path:
+        chosen = path(text)
+        reason = _why_not_written(chosen)
+        if not reason and endings and chosen.suffix.lower() not in endings:
+            reason = f"its name must end in {', '.join(endings)}"
+        if reason:
+            raise RefusedError(f"{option}: cannot write {inputs.shown(text)}: {reason}")
+        return chosen
+
+    parser.add_argument(option, type=read, metavar="FILE", help=about)
+
+
+def _why_not_written(file: Path) -> str:
+    if os.path.isdir(file):
+        return "it is a folder"
+    if os.path.exists(file):
+        return "" if os.access(file, os.W_OK) else "you may not write to it"
+    if not os.path.isdir(file.parent):
+        return f"there is no folder {inputs.shown(str(file.parent))}"
+    may = os.access(file.parent, os.W_OK | os.X_OK)
+    return "" if may else f"you may not write to the folder {inputs.shown(str(file.parent))}"
 
 
 def add_kernels(parser: ArgumentParser, **options: Any) -> None:
@@ -118,7 +147,7 @@ def add_eval(commands: Any, run: Callable[..., int]) -> None:
     evaluate.add_argument(
         "--model", type=name, help="folder or hub name; default: the run's checkpoint"
     )
-    add_file(evaluate, "--json", "write the scores there")
+    add_output(evaluate, "--json", "write the scores there")
 
 
 def add_export(commands: Any, run: Callable[..., int]) -> None:
@@ -138,7 +167,7 @@ def add_audit(commands: Any, run: Callable[..., int]) -> None:
     """Adds `tim-jax audit`."""
     audit = add_command(commands, "audit", "prove that sampler and learner agree to the bit", run)
     audit.add_argument("model", type=name, help=f"{A_MODEL}; or a preset")
-    add_file(audit, "--json", "write the result there")
+    add_output(audit, "--json", "write the result there")
     add_flag(audit, "--quick", "fewer cases")
     add_kernels(audit)
     add_flag(audit, "--interpret", "run Pallas kernels without their device, slowly")
@@ -149,8 +178,8 @@ def add_audit(commands: Any, run: Callable[..., int]) -> None:
         help="measure the mismatch of a sampler instead: TOML file or inline list, such as"
         """ '[{name = "kv_cache", dtype = "float8_e4m3fn"}]'; see docs/mismatch.md""",
     )
-    add_file(audit, "--markdown", "with --sampler: tables")
-    add_file(audit, "--chart", "with --sampler: PNG, PDF or SVG")
+    add_output(audit, "--markdown", "with --sampler: tables")
+    add_output(audit, "--chart", "with --sampler: PNG, PDF or SVG", endings=CHARTS)
     audit.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -168,7 +197,12 @@ def add_plan(commands: Any, run: Callable[..., int]) -> None:
     plan.add_argument("config", help="TOML file, see configs/")
     add_overrides(plan)
     plan.add_argument("--topology", required=True, help="such as v5e:4x4, v5p:2x2x4 or h200:1")
-    add_file(plan, "--architecture", "a config.json to plan for in place of the config's model")
+    plan.add_argument(
+        "--architecture",
+        type=path,
+        metavar="FILE",
+        help="a config.json to plan for in place of the config's model",
+    )
     plan.add_argument(
         "--layers",
         default="4,8",
@@ -181,7 +215,7 @@ def add_plan(commands: Any, run: Callable[..., int]) -> None:
         help="of a response; needs learner.micro_batch_tokens (default: all are the longest)",
     )
     add_flag(plan, "--quick", "do not search for the largest batch")
-    add_file(plan, "--json", "write the plan there")
+    add_output(plan, "--json", "write the plan there")
 
 
 def add_diagnose(commands: Any, run: Callable[..., int]) -> None:
@@ -217,8 +251,8 @@ def add_diagnose(commands: Any, run: Callable[..., int]) -> None:
         help="may have drawn them instead: an earlier checkpoint, a base without its adapter",
     )
     add_flag(parser, "--skip-bad", "diagnose the lines that are good")
-    add_file(parser, "--json", "write the result there")
-    add_file(parser, "--html", "write a page there")
+    add_output(parser, "--json", "write the result there")
+    add_output(parser, "--html", "write a page there")
 
 
 def add_study(commands: Any, run: Callable[..., int]) -> None:
@@ -247,4 +281,4 @@ def add_translate(commands: Any, run: Callable[..., int]) -> None:
         commands, "translate", "a verl configuration as one of this library, and what differs", run
     )
     translate.add_argument("file", type=path, help="YAML file of verl, interpolations resolved")
-    add_file(translate, "--out", "write the TOML there")
+    add_output(translate, "--out", "write the TOML there")

@@ -334,9 +334,11 @@ def _ablate(arguments: argparse.Namespace) -> int:
             samples=arguments.samples or 8,
             dtype=arguments.dtype,
         )
-        result = measuring.report(bench, ablation.alone_and_together(dial), chart=arguments.chart)
+        result = measuring.report(bench, ablation.alone_and_together(dial))
     _write(arguments.json, result.json)
     _write(arguments.markdown, result.markdown)
+    if arguments.chart is not None:
+        measuring.draw(result, arguments.chart)
     return 0 if result.exact else 1
 
 

@@ -32,7 +32,9 @@ BENCH = measuring.Bench(
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     chart = tmp_path_factory.mktemp("ablation") / "chart.png"
-    return measuring.report(BENCH, ablation.alone_and_together(DIAL), chart=chart), chart
+    measured = measuring.report(BENCH, ablation.alone_and_together(DIAL))
+    measuring.draw(measured, chart)
+    return measured, chart
 
 
 @pytest.mark.slow
@@ -200,6 +202,26 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "--prompts must be at least 1" in capsys.readouterr().err
     assert cli.main(["audit", "qwen3", "--chart", "x.png"]) == 2
     assert "--chart goes with --sampler" in capsys.readouterr().err
+
+
+def test_a_chart_that_cannot_be_drawn_loses_no_measurement(tmp_path, capsys, monkeypatch):
+    """As when the disk is full."""
+
+    def refuse(record, image):
+        raise InputError(f"cannot write the chart {image}: No space left on device")
+
+    record = {"cases": [{"metrics": {"unequal_tokens": 1}}]}
+    measured = measuring.Result(record, "{}", "| sampler |", exact=True)
+    monkeypatch.setattr(measuring, "make_bench", lambda *model, **sizes: BENCH)
+    monkeypatch.setattr(measuring, "report", lambda *bench, **options: measured)
+    monkeypatch.setattr(charts, "source_chart", refuse)
+    sampler = ["--sampler", '[{name = "log_prob_noise", std = 0.1}]']
+    names = {"json": "json", "markdown": "markdown", "chart": "chart.png"}
+    files = [f"--{option}={tmp_path / name}" for option, name in names.items()]
+    assert cli.main(["audit", "tiny", *sampler, *files]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert (tmp_path / "json").read_text() == "{}\n"
+    assert (tmp_path / "markdown").read_text() == "| sampler |\n"
 
 
 @pytest.mark.parametrize("option", ["--prompts", "--samples"])

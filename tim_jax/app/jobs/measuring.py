@@ -3,7 +3,6 @@
 It is measured on a bench: a model, or a run with its checkpoints.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -164,9 +163,7 @@ def read_dial(text: str) -> Mismatch:
     return mismatch.build(entries)
 
 
-def report(
-    bench: Bench, arms: Sequence[ablation.Arm], *, chart: str | os.PathLike[str] | None = None
-) -> Result:
+def report(bench: Bench, arms: Sequence[ablation.Arm]) -> Result:
     """Measures the arms, of which the first must be the baseline, and prints a line for each.
 
     Raises:
@@ -206,12 +203,16 @@ def report(
     baseline = results[0].metrics
     exact = baseline["tokens"] > 0 and baseline["unequal_tokens"] == 0
     print(f"{'exact' if exact else 'NOT EXACT'} where the sampler is the learner's own")
-    if chart is not None and any(case.metrics["unequal_tokens"] for case in results):
-        charts.source_chart(record, chart)
-    elif chart is not None:
-        print(f"{chart} was not drawn: no token differs")
     text = ablation.to_markdown(record)
     return Result(record, ablation.to_json(record), text, exact)
+
+
+def draw(result: Result, chart: Path) -> None:
+    """Draws a measurement's chart, or says why there is none."""
+    if any(case["metrics"]["unequal_tokens"] for case in result.record["cases"]):
+        charts.source_chart(result.record, chart)
+    else:
+        print(f"{chart} was not drawn: no token differs")
 
 
 def _line(result: ablation.ArmResult) -> str:
