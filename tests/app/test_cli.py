@@ -1180,3 +1180,10 @@ def test_the_version_is_that_of_the_installed_package(capsys):
         cli.main(["--version"])
     said = capsys.readouterr().out
     assert said.startswith(f"tim-jax {tim_jax.__version__}, jax {jax.__version__}")
+
+
+def test_64_bits_are_refused_before_anything_is_computed(monkeypatch, capsys):
+    monkeypatch.setenv("JAX_ENABLE_X64", "True")
+    assert cli.main(["generate", "tiny", "1+1>"]) == 2
+    line = "JAX_ENABLE_X64 = True in the environment: models are computed in 32 bits; unset it\n"
+    assert capsys.readouterr().err == f"tim-jax: {line}"

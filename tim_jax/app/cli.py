@@ -56,6 +56,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
+        _check_bits()
         status = arguments.run(arguments)
         sys.stdout.flush()
         return status
@@ -77,6 +78,14 @@ def _run(arguments: argparse.Namespace) -> int:
         # No command ends so by itself: code of the user's did. Its status must not become ours.
         what = f"{type(error).__name__}({error})"
         return _ended(errors.BAD_INPUT, f"not done: code that the command called raised {what}")
+
+
+def _check_bits() -> None:
+    bits = os.environ.get("JAX_ENABLE_X64", "")
+    if bits.lower() in ("1", "true", "t", "yes", "y", "on"):
+        raise InputError(
+            f"JAX_ENABLE_X64 = {bits} in the environment: models are computed in 32 bits; unset it"
+        )
 
 
 def _run_with_others(arguments: argparse.Namespace) -> int:
