@@ -393,6 +393,10 @@ def test_yarn_context_defaults():
             ["shared_expert_width", "from 1", "0"],
         ),
         ({**QWEN2_MOE, "shared_expert_intermediate_size": 2**31}, ["shared_expert_width"]),
+        *(
+            ({**KNOWN_MODELS["deepseek-ai/DeepSeek-V3"], key: None}, [key, "found null"])
+            for key in ("norm_topk_prob", "rope_interleave")
+        ),
         ({**QWEN2_MOE, "decoder_sparse_step": 2}, ["decoder_sparse_step", "2"]),
         ({**QWEN2_MOE, "mlp_only_layers": [0]}, ["mlp_only_layers", "[0]"]),
         ({**QWEN2_MOE, "n_shared_experts": 1}, ["n_shared_experts", "'qwen2_moe'"]),

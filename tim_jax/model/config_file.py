@@ -83,6 +83,8 @@ _DEEPSEEK_ONLY = {
     "moe_layer_freq": 1,
     "ep_size": 1,
 }
+# Which are true if absent; `transformers` takes a null for false.
+_NO_NULL = ("norm_topk_prob", "rope_interleave")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # What `transformers` takes absent keys for.
 _WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
@@ -191,6 +193,9 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
             raise InputError(f"{key} is not supported; it must be absent, found {values[key]!r}")
     if family != "llama" and values.get("mlp_bias"):
         raise InputError(f"mlp_bias is not supported for model_type {family!r}")
+    for key in _NO_NULL if family in LATENT_FAMILIES else ():
+        if key in values and values[key] is None:
+            raise InputError(f"{key} must be true or false, found null")
     _refuse_other_code(values)
     _refuse_other_experts(values)
 
