@@ -279,6 +279,9 @@ def test_save_never_overwrites_and_leaves_nothing_half_written(tiny, tmp_path, m
     (tmp_path / "link").symlink_to("empty")
     hf.save(tmp_path / "link", params, TINY)
     assert (tmp_path / "empty" / "config.json").is_file()
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InputError, match="loop' cannot be"):
+        hf.save(tmp_path / "loop", params, TINY)
     before = sorted(tmp_path.iterdir())
 
     class Broken:

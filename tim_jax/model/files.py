@@ -124,7 +124,7 @@ def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
         is mounted (nothing can be renamed to it), or cannot be made or written.
     """
     given = expanded(folder)
-    folder = given.resolve()  # a link stays one
+    folder = Path(os.path.realpath(given))  # a link stays one
     if os.path.ismount(folder):
         raise InputError(f"{str(given)!r} is a mount point; name a new folder inside it")
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
