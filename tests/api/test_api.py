@@ -466,6 +466,22 @@ def test_only_a_rollout_can_be_scored(model):
         tim.score(model, 3)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    ("smaller", "message"),
+    [
+        (
+            {"vocab_size": 8, "eos_token_ids": (5,)},
+            r"score: the rollout has token \d+, but .* vocabulary ends at 7; give",
+        ),
+        ({"max_positions": 10}, r"score: .* response have \d\d tokens, but the model has 10 pos"),
+    ],
+)
+def test_a_model_that_is_too_small_for_a_rollout_does_not_score_it(model, smaller, message):
+    rollout = tim.sample(model, ["What is 7 * 8?", "b"], **DRAWN)
+    with pytest.raises(InputError, match=message):
+        tim.score(replace(model, config=replace(model.config, **smaller)), rollout)
+
+
 # Training.
 
 

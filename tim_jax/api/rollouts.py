@@ -266,7 +266,8 @@ def score(
       f32[B, R], 0 off the mask.
 
     Raises:
-      InputError: rows that cannot be read.
+      InputError: rows that cannot be read, or a rollout that this model has no room or no
+        vocabulary for.
     """
     check_model("score", model)
     check_jax("score")
@@ -276,6 +277,7 @@ def score(
                 "score: micro_batch is for a rollout of `sample`; leave it out of rows"
             )
         return foreign.scored(model, rollout, format)
+    _check_fits(model, rollout)
     rows, shards = len(rollout), model.placement.shards
     if micro_batch is not None:
         check_whole("score: micro_batch", micro_batch, least=1)
@@ -287,6 +289,25 @@ def score(
     with waiting.during("scoring", about=waiting.COMPILES):
         log_probs = jax.device_get(program(model.weights, filled))[:rows]
     return np.where(rollout.mask, log_probs, np.float32(0.0))
+
+
+def _check_fits(model: Model, rollout: Rollout) -> None:
+    """Refuses a rollout of another model with tokens or positions that this one lacks."""
+    arrays = rollout.arrays
+    prompts, lengths = arrays.prompts, arrays.prompt_lengths
+    inside = np.arange(prompts.shape[1])[None, :] < lengths[:, None]
+    tokens = np.concatenate([prompts[inside], arrays.responses[rollout.mask]])
+    if (highest := int(tokens.max())) >= model.config.vocab_size:
+        raise InputError(
+            f"score: the rollout has token {highest}, but the model's vocabulary ends at"
+            f" {model.config.vocab_size - 1}; give one drawn with the model's tokenizer"
+        )
+    longest, most = int((lengths + rollout.lengths).max()), model.config.most_positions
+    if longest > most:
+        raise InputError(
+            f"score: a prompt and its response have {longest} tokens, but the model has {most}"
+            " positions"
+        )
 
 
 @lru_cache(maxsize=32)
