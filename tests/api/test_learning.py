@@ -384,6 +384,8 @@ def test_weights_go_out_by_their_names(model, tmp_path):
     [
         ({"rewards": REWARDS[:3]}, r"rewards has the shape \(3,\), but there are 8 rows"),
         ({"rewards": [np.nan] * 8}, r"rewards\[0\] is nan; it must be finite"),
+        ({"rewards": ["good"] * 8}, r"rewards must be a list or array of 8 numbers, got \['good"),
+        ({"rewards": (x for x in REWARDS)}, "rewards must be a list or array of 8 numbers, got <g"),
         ({"samples": 3}, "8 rows are no whole groups of 3 samples"),
         ({"samples": 8}, "row 5: has another prompt than row 1, but should be of its group of 8"),
         ({"each": {"temperature": 0}}, "row 1: is greedy"),

@@ -20,7 +20,7 @@ from tim_jax.api.steps import Started, Step, start
 from tim_jax.api.training import IN_TRAINING, named, settle
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
-from tim_jax.common.inputs import check_whole, refuse_all_but
+from tim_jax.common.inputs import check_whole, refuse_all_but, shown
 from tim_jax.corrections import Correction
 from tim_jax.objectives import Objective
 from tim_jax.rl import drawing, loop, programs
@@ -140,7 +140,12 @@ def _samples_of(responses: Sequence[Response], samples: int | None, before: Mode
 
 
 def _rewards(name: str, given: Any, count: int, what: str) -> np.ndarray:
-    array = np.asarray(given, np.float32)
+    try:
+        array = np.asarray(given, np.float32)
+    except (TypeError, ValueError):  # text, or a generator
+        raise InputError(
+            f"learn: {name} must be a list or array of {count} numbers, got {shown(given)}"
+        ) from None
     if array.shape != (count,):
         raise InputError(f"learn: {name} has the shape {array.shape}, but there are {count} {what}")
     if not np.isfinite(array).all():
