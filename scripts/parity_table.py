@@ -172,7 +172,9 @@ def aggregations(b: Batch) -> list[Row]:
 
 def translated(section: dict[str, Any]) -> corrections.Correction:
     """What a section `rollout_correction` is here."""
-    data = {"algorithm": {"adv_estimator": "grpo", "rollout_correction": section}}
+    lengths = {"max_prompt_length": 32, "max_response_length": 64}  # that any model has
+    algorithm = {"adv_estimator": "grpo", "rollout_correction": section}
+    data = {"algorithm": algorithm, "data": lengths}
     return corrections.build(toml.build(verl.translate(data).config).learner.corrections)
 
 

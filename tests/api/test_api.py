@@ -527,6 +527,7 @@ def test_a_sound_step_has_nothing_that_jax_takes_for_a_fault(model):
     assert step.metrics["exact_share"] == 1.0
 
 
+@pytest.mark.slow
 def test_steps_that_are_drawn_ahead_are_proved_too(model):
     """On devices of the sampler's own; app/test_placed_runs.py compares with the learner's."""
     where = {"sampler_placement": tim.Placement(data=2), "own_devices": True}

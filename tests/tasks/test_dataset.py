@@ -462,7 +462,8 @@ def test_an_instruction_may_show_an_answer_that_is_that_of_a_row(tmp_path, shows
     task = load(write_lines(tmp_path / "a.jsonl", rows), eval_share=0, template="{prompt} Go.")
     assert [example.answer for example in task.train] == ["42", "7", "42", "8"]
     assert task.train[0].prompt == f"What is 40+2? {shows} Go."
-    path = write_lines(tmp_path / "b.jsonl", [rows[0], rows[2]])  # no row says that it is one
+    # No row says that it is one, or one of many does, which may be a wrong label.
+    path = write_lines(tmp_path / "b.jsonl", [rows[0], *[rows[2]] * 8, rows[1]])
     with pytest.raises(InputError, match=r"line 1: column 'prompt' ends with its answer, "):
         load(path, eval_share=0, template="{prompt} Go.")
 

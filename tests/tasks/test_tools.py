@@ -350,6 +350,18 @@ def test_python_goes_on_after_a_signal_to_all_processes_of_a_job():
         assert ran.result() == sandbox.Ran("42\n")
 
 
+@ISOLATES
+def test_python_ends_its_own_programs():
+    code = (
+        "import subprocess, sys\n"
+        "sleeper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "sleeper.terminate()\nprint(sleeper.wait())"
+    )
+    assert sandbox.run(code) == sandbox.Ran("-15\n")
+    itself = "import os\nprint('begun', flush=True)\nos.kill(os.getpid(), 15)"
+    assert sandbox.run(itself) == sandbox.Ran("begun\n", "it was killed by signal 15")
+
+
 def processes_of_the_sandbox() -> list[int]:
     """All of them once the code is running, and none before; only of this process."""
     found = [os.getpid()]

@@ -142,7 +142,7 @@ def _samples_of(responses: Sequence[Response], samples: int | None, before: Mode
 def _rewards(name: str, given: Any, count: int, what: str) -> np.ndarray:
     try:
         array = np.asarray(given, np.float32)
-    except (TypeError, ValueError):  # text, or a generator
+    except (TypeError, ValueError, OverflowError):  # text, or a generator
         raise InputError(
             f"learn: {name} must be a list or array of {count} numbers, got {shown(given)}"
         ) from None

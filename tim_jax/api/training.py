@@ -280,7 +280,8 @@ def _check_optimizer(who: str, run: Training) -> None:
     extra = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in told}
     extra["finite"] = jax.ShapeDtypeStruct((), jnp.bool_)
     step = partial(optimizers.guarded_step, optax.with_extra_args_support(run.optimizer))
-    with user_code(f"{who}: optimizer, which is given gradients and parameters but no loss,"):
+    given = f"gradients, parameters, finite and {', '.join(told)}, but no loss"
+    with user_code(f"{who}: optimizer, which is given {given},"):
         state = jax.eval_shape(partial(optimizers.first_state, run.optimizer), trained)
         jax.eval_shape(step, trained, state, trained, **extra)
     _check_muon(who, state)

@@ -56,7 +56,8 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        _check_bits()
+        if arguments.run not in (_study, _report, _translate):  # which compute no model themselves
+            _check_bits()
         status = arguments.run(arguments)
         sys.stdout.flush()
         return status

@@ -195,6 +195,9 @@ def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
         tokenizer.encode("")  # settings of a wrong type are not looked at before
     except Exception as error:  # whatever its many backends raise on a bad file
         reason = " ".join(str(error).split())[:200]
+        alone = not any((folder / name).is_file() for name in (_WHOLE, "vocab.json"))
+        if alone and importlib.util.find_spec("sentencepiece") is None:
+            reason = "tokenizer.model alone is read by `pip install sentencepiece protobuf`"
         raise InputError(
             f"model folder {str(folder)!r} has no usable tokenizer ({reason})"
         ) from None
@@ -217,17 +220,10 @@ def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
 
 
 def _check_fetched(folder: Path) -> None:
-    """Refuses what no tokenizer can be made of, by its reason, which `transformers` hides."""
+    """Refuses files that git-lfs has not fetched, which `transformers` calls unreadable."""
     for path in (folder / name for name in _VOCABULARIES):
         if path.is_file() and _is_lfs_pointer(path):
             raise InputError(f"{path}: {_NOT_FETCHED}; run `git lfs pull` in its folder")
-    others = (_WHOLE, "vocab.json")
-    alone = not any((folder / name).is_file() for name in others)
-    if alone and importlib.util.find_spec("sentencepiece") is None:
-        raise InputError(
-            f"model folder {str(folder)!r} has its tokenizer in tokenizer.model alone; to read it,"
-            " pip install sentencepiece protobuf"
-        )
 
 
 def _made(folder: Path) -> Any:

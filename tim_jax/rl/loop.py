@@ -314,17 +314,17 @@ def check_exact(exactness: Exactness, step: int) -> None:
     if int(exactness.unequal):
         row, position = (int(i) for i in exactness.first)
         trainer, rollout = (float(v) for v in exactness.values)
-        where = f"first: sequence {row}, response position {position}, learner {trainer!r}"
-        some = f"step {step}: {int(exactness.unequal)} of {int(exactness.compared)} response tokens"
+        message = (
+            f"step {step}: {int(exactness.unequal)} of {int(exactness.compared)} response tokens"
+            f" have unequal log-probs; first: sequence {row}, response position {position}, learner"
+            f" {trainer!r} ({trainer.hex()}), sampler {rollout!r} ({rollout.hex()})"
+        )
         if not np.isfinite(exactness.values).any():
             raise NonFiniteError(
-                f"{some} have log-probs that are not finite; {where}, sampler {rollout!r}: the"
-                " weights are not finite either, or too large to compute with"
+                f"{message}: neither is finite, so the weights are not, or are too large to compute"
+                " with"
             )
-        raise MismatchError(
-            f"{some} have unequal log-probs; {where} ({trainer.hex()}), sampler {rollout!r}"
-            f" ({rollout.hex()})"
-        )
+        raise MismatchError(message)
 
 
 def most_in_a_row(before: int, skips: Sequence[float]) -> int:

@@ -132,7 +132,8 @@ def _read_held_out(source: DatasetSource) -> list[Row]:
     if source.eval_path is None and expanded(source.path).is_file():
         raise InputError(f"dataset {source.path!r} is one file, without splits: set eval_path")
     path, split = source.eval_path or source.path, source.eval_split or source.split
-    subset = source.subset if path == source.path else None  # names are of one dataset
+    same = expanded(path) == expanded(source.path)
+    subset = source.subset if same else None  # names are of one dataset
     return read_rows(path, split=split, subset=source.eval_subset or subset)
 
 
@@ -294,15 +295,16 @@ def check_open(prompt: Prompt, where: str) -> None:
 def check_hidden(examples: Sequence[Example], column: str) -> None:
     """Refuses a prompt at whose end the ground truth stands, as in a solution.
 
-    An ending that prompts with other truths share only shows how an answer is to be written.
+    An ending only shows how an answer is to be written if a fifth of the prompts that have it, or
+    more, have other truths. Fewer may be wrong labels.
     """
     shared: set[str] = set()
     for example in examples:
         end = _hidden(example)
         if end is None or end in shared:
             continue
-        others = (other for other in examples if other.answer != example.answer)
-        if not any(_ending(other).endswith(end) for other in others):
+        truths = [other.answer for other in examples if _ending(other).endswith(end)]
+        if 5 * sum(truth != example.answer for truth in truths) < len(truths):
             raise InputError(
                 f"dataset {example.where}: column {column!r} ends with its answer,"
                 f" {shown(_ending(example)[-40:])}; name the column of the question as"

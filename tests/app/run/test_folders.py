@@ -91,6 +91,18 @@ def train(folder, *, stop, every=2, keep=2, pause=0.0):
     return state
 
 
+def test_a_run_that_recorded_an_unread_schedule_goes_on(tmp_path):
+    """Older versions took its end beside a constant rate, and ignored it."""
+    text = toml.dump(toml.load(None))
+    before = text.replace("final_share = 0.0", "final_share = 0.1\ntotal_steps = 100")
+    assert before != text
+    (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
+    (tmp_path / "run" / "config.toml").write_text(before)
+    with folders.open_run(tmp_path / "run", text) as run:
+        assert run.changed == ()
+    assert toml.load(tmp_path / "run").optimizer.final_share == 0.0
+
+
 def test_a_run_and_its_resumption_are_the_same_bits(tmp_path):
     whole = train(tmp_path / "a", stop=7)
     train(tmp_path / "b", stop=5)

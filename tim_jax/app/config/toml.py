@@ -85,8 +85,21 @@ def _of_run(path: str | Path) -> dict[str, Any]:
         )
     if not (folder / "config.toml").is_file():
         return {}
-    data = read_toml(folder / "config.toml")
+    data = drop_unread(read_toml(folder / "config.toml"))
     return data | {"run": data.get("run", {}) | {"folder": str(folder)}}
+
+
+def drop_unread(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a run's config without what older versions took beside a constant rate, and ignored.
+
+    A config of today that has these keys is refused.
+    """
+    optimizer = dict(saved.get("optimizer", {}))
+    if optimizer.get("schedule", "constant") == "constant":
+        optimizer.pop("total_steps", None)
+        if "final_share" in optimizer:
+            optimizer["final_share"] = 0.0
+    return {**saved, **({"optimizer": optimizer} if "optimizer" in saved else {})}
 
 
 def build(

@@ -272,7 +272,7 @@ def read_config(folder: str | os.PathLike[str], *, say: bool = False) -> str:
         raise InputError(f"{path} is damaged: not UTF-8 text (byte {error.start})") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"{path} is damaged: {error}") from error
-    new = toml.with_new_keys(data, str(path) if say else None)
+    new = toml.drop_unread(toml.with_new_keys(data, str(path) if say else None))
     return text if new == data else tomli_w.dumps(new)
 
 
