@@ -75,6 +75,21 @@ def near_one(place):
     return abs(sampled()[row]["logprobs"][token] + 1) < 0.3
 
 
+def in_decimals(rows, count):
+    """The rows as a program that writes so many decimals has them."""
+    return with_log_probs(rows, lambda x: x.round(count))
+
+
+def test_on_a_coarse_grid_values_recur_and_are_no_sentinels():
+    found = diagnosed(in_decimals(noisy(0.6), 1))
+    assert found.best is None
+    assert "no known cause explains" in records.sentence(found)
+    places = [x for x in some_places(20) if not near_one(x)]
+    found = diagnosed(in_decimals(changed(noisy(), places, lambda _: -1.0), 3))
+    assert best_of(found).explanation.name == "sentinel"
+    assert listed(records.as_record(found, decode)) == places
+
+
 def test_rows_that_hold_the_log_probs_of_another_row_are_named_and_listed():
     rows = noisy()
     lengths = [len(row["logprobs"]) for row in rows]

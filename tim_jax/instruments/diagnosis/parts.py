@@ -24,6 +24,9 @@ _ZERO_BELOW = -0.25  # exact log-prob of a token that no sound engine calls cert
 _NO_LOG_PROB = -20.0  # whole numbers up to here are sentinels
 _APART = 0.25  # nats between a value that recurs and the exact one, to count
 _RECURS = 5  # times, at tokens of different exact log-probs
+_BESIDE = 8  # recorded values on each side of it, with which it is compared
+_OFTENER = 5  # times as often as these it recurs; on a coarse grid every value recurs
+_MOST_VALUES = 3  # that recur in place of missing log-probs
 _HEAD = 8  # tokens by which the row is looked for whose log-probs stand in another
 _LEAST_ROW = 3  # tokens of a row that can be told from another
 _LEAST_GAP = 0.01  # mean |d| of a row that is looked for among others
@@ -142,12 +145,7 @@ def _sentinels(tokens: Tokens, base: Explanation) -> Explanation | None:
     wrong = ((recorded == 0) & (exact < _ZERO_BELOW)) | (
         (recorded == np.round(recorded)) & (recorded <= _NO_LOG_PROB) & (exact - recorded > 2)
     )
-    apart = np.flatnonzero((np.abs(recorded - exact) > _APART) & ~wrong)
-    values, which = np.unique(recorded[apart], return_inverse=True)
-    for number in np.flatnonzero(np.bincount(which, minlength=len(values)) >= _RECURS):
-        same = apart[which == number]
-        if len(np.unique(exact[same].round(4))) >= _RECURS:
-            wrong[same] = True
+    wrong |= _recurring(recorded, exact, (np.abs(recorded - exact) > _APART) & ~wrong)
     if not wrong.any():
         return None
     values, counts = np.unique(recorded[wrong], return_counts=True)
@@ -162,6 +160,24 @@ def _sentinels(tokens: Tokens, base: Explanation) -> Explanation | None:
         structure=_choice(wrong[~tokens.hidden]) - float(np.log(len(values)) * len(values)),
         shows=np.flatnonzero(wrong),
     )
+
+
+def _recurring(recorded: np.ndarray, exact: np.ndarray, apart: np.ndarray) -> np.ndarray:
+    """bool[N], which of those `apart` have a value that recurs far more often than those near it.
+
+    None, if that is more than a few values. Of the values near it the most frequent may be other
+    sentinels, and are not compared.
+    """
+    values, which, counts = np.unique(recorded, return_inverse=True, return_counts=True)
+    own = np.bincount(which[apart], minlength=len(values))
+    found = []
+    for number in np.flatnonzero(own >= _RECURS):
+        same = apart & (which == number)
+        beside = np.r_[counts[max(number - _BESIDE, 0) : number], counts[number + 1 :][:_BESIDE]]
+        usual = np.sort(beside)[: 1 - _MOST_VALUES].max(initial=0)
+        if len(np.unique(exact[same].round(4))) >= _RECURS and own[number] >= _OFTENER * usual:
+            found.append(number)
+    return apart & np.isin(which, found if len(found) <= _MOST_VALUES else [])
 
 
 def _choice(chosen: np.ndarray) -> float:
