@@ -251,6 +251,36 @@ def test_a_temperature_beyond_those_that_are_fitted_is_no_number(temperature, te
     assert [*found.explanation.parameters] == [parameter]
 
 
+def drawn_by_rounded(drawn, declared):
+    """Drawn by logits that are off by a little, so that draws at an edge are of another set."""
+    rng, count = np.random.default_rng(0), 4000
+    logits = 1.5 * rng.standard_normal((count, 64)).astype(np.float32)
+    engine = logits + 0.03 * rng.standard_normal(logits.shape)
+    log_probs, exact = (np.asarray(jax.nn.log_softmax(x)) for x in (engine, logits))
+    ranked = np.sort(engine, axis=1)[:, ::-1]
+    kept = engine >= ranked[:, (drawn.top_k or 64) - 1, None]
+    mass = np.sort(np.exp(log_probs), axis=1)[:, ::-1]
+    edge = np.argmax(np.cumsum(mass, axis=1) >= drawn.top_p - 1e-6, axis=1)
+    kept &= engine >= ranked[np.arange(count), edge][:, None]
+    chance = engine + drawn.temperature * rng.gumbel(size=engine.shape)
+    ids = np.argmax(np.where(kept, chance, -np.inf), axis=1).astype(np.int32)
+    at = np.arange(count), ids
+    seen = evidence_of(logits, ids)._replace(exact=exact[at], raw=exact[at])
+    return in_tens(ids, log_probs[at], seen, 64, declared)
+
+
+NARROW = [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20}, {"top_k": 1}]
+
+
+@pytest.mark.parametrize("how", NARROW, ids=str)
+def test_a_draw_at_an_edge_that_rounding_moves_is_no_fault(how):
+    declared = Distribution(**how, raw=True)
+    found = all_judged(drawn_by_rounded(declared, declared)).values()
+    assert not [one for one in found if one.gain > verdict.DECISIVE and verdict.material(one)]
+    found = all_judged(drawn_by_rounded(PLAIN, declared)).values()
+    assert [one for one in found if one.gain > 100 and one.of_draws]
+
+
 def test_what_a_loss_mask_hides_decides_nothing():
     one, two = (all_judged(masked(seed)) for seed in (1, 2))
     assert one.keys() == two.keys()

@@ -347,6 +347,24 @@ def chances(evidence: Evidence, distribution: Distribution) -> Chances:
     return Chances(whole - np.log(np.exp(kept) + outside), drawn)
 
 
+def at_edge(evidence: Evidence, distribution: Distribution, off: float) -> np.ndarray:
+    """bool[N], tokens that are left out, but kept if logits are off by so many nats.
+
+    Of such a draw rounding decides. At temperature 0 the likeliest token alone is kept.
+    """
+    if distribution.temperature == 0:
+        distribution = Distribution(top_k=1)
+    beta = float(np.clip(1.0 / distribution.temperature, BETAS[0], BETAS[-1]))
+    normaliser = log_normaliser(evidence.moments, beta)
+    _, inside = _kept(evidence, distribution, beta, normaliser)
+    odds = distribution.top_p / max(1.0 - distribution.top_p, 1e-9) * np.exp(beta * off)
+    wider = replace(
+        distribution, top_k=int(distribution.top_k * (1 + off)), top_p=odds / (1 + odds)
+    )
+    raised = evidence._replace(logit=evidence.logit + off)
+    return ~inside & _kept(raised, wider, beta, normaliser)[1]
+
+
 def log_normaliser(moments: np.ndarray, beta: float) -> np.ndarray:
     """log sum_v exp(beta z_v), f64[N], by Hermite interpolation of degree 5."""
     place, x = _between(beta)

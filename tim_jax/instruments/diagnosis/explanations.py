@@ -19,6 +19,7 @@ from tim_jax.instruments.diagnosis.evidence import (
     HOTTEST,
     LIKELIEST,
     Evidence,
+    at_edge,
     chances,
 )
 from tim_jax.instruments.diagnosis.noise import (
@@ -52,6 +53,7 @@ LEAST_EFFECT = 1e-3  # nats a token, over the tokens that it touches
 LEAST_SHARE = 0.25  # of the gap
 LEAST_LOCAL = 0.05  # the same for low precision, and for what touches less than half of the tokens
 LEAST_WITHIN = 0.5  # of the gap at those tokens
+_OFF = 10.0  # times the noise's scale: by which logits may be off where a draw is at an edge
 _FACTOR = 0.5  # standard deviation of the logarithm of how far sizes may be off
 
 Kind = Literal["none", "numerics", "fault"]
@@ -121,7 +123,20 @@ class Tokens:
         """bool[N], tokens whose draws are evidence: at a temperature that `chances` computes."""
         declared = np.asarray([r.declared.temperature for r in self.responses])
         computed = (declared == 0) | ((declared >= COLDEST) & (declared <= HOTTEST))
-        return computed[self.sequence] & ~self.hidden
+        return computed[self.sequence] & ~self.hidden & ~self._at_edge
+
+    @cached_property
+    def _at_edge(self) -> np.ndarray:
+        """bool[N], draws that rounding of the size that log-probs show may have let in."""
+        found = np.zeros(len(self.sequence), bool)
+        each = [(x, own) for x, own in _by_declared(self) if x.truncated or x.temperature == 0]
+        if each:
+            off = _OFF * fit(null(self), self).scale
+            for declared, own in each:
+                # Log-probs of scaled logits are off by more, or less, than the logits.
+                scaling = 1.0 if declared.raw else declared.temperature or 1.0
+                found[own] = at_edge(self.evidence.take(own), declared, off * scaling)
+        return found
 
     @cached_property
     def sequence(self) -> np.ndarray:
@@ -293,13 +308,8 @@ def by_distribution(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(predicted, drawn), f64[N] both: recorded under one change of what is declared, drawn under
     another."""
-    each = [replace(r.declared, shaping=UNSHAPED) for r in tokens.responses]  # it is in the logits
-    kinds = sorted(set(each), key=repr)
-    of_response = np.asarray([kinds.index(one) for one in each])
-    of_token = of_response[tokens.sequence]
-    predicted, draws = np.empty(len(of_token)), np.empty(len(of_token))
-    for number, declared in enumerate(kinds):
-        own = of_token == number
+    predicted, draws = np.empty(len(tokens.sequence)), np.empty(len(tokens.sequence))
+    for declared, own in _by_declared(tokens):
         evidence = tokens.evidence if own.all() else tokens.evidence.take(own)
         said = declared if reported is None else reported(declared)
         of_draw = declared if drawn is None else drawn(declared)
@@ -308,6 +318,15 @@ def by_distribution(
         predicted[own] = evidence.raw if raw else at_report.renormalised
         draws[own] = (at_report if of_draw == said else chances(evidence, of_draw)).drawn
     return predicted, draws
+
+
+def _by_declared(tokens: Tokens) -> Iterator[tuple[Distribution, np.ndarray]]:
+    """Each declared distribution, without what is in the logits, and its tokens bool[N]."""
+    each = [replace(r.declared, shaping=UNSHAPED) for r in tokens.responses]
+    kinds = sorted(set(each), key=repr)
+    of_response = np.asarray([kinds.index(one) for one in each])
+    for number, declared in enumerate(kinds):
+        yield declared, of_response[tokens.sequence] == number
 
 
 def null(tokens: Tokens) -> Explanation:
