@@ -540,6 +540,15 @@ def test_unexplained_and_larger_than_numerics_is_a_fault_at_its_first_token():
 
 
 @pytest.mark.slow
+def test_draws_alone_do_not_explain_a_gap_that_is_not_normal():
+    rng = np.random.default_rng(0)
+    rows = raw(sampled(0.6), temperature=1.0)
+    found = diagnosed(with_log_probs(rows, lambda x: x + 0.5 * rng.standard_normal(len(x))))
+    assert "drawn_temperature" in {x.explanation.name for x in found.judged if x.of_draws}
+    assert found.best is None
+    assert "a difference of this size that no known cause explains" in records.sentence(found)
+
+
 def test_other_weights_and_other_prompts_are_named():
     def recorded_by(made):
         seen = evidence.gather(forward()._replace(weights=made), found)

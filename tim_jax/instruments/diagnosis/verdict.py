@@ -318,11 +318,15 @@ def _decide(
     tokens: Tokens, base: Explanation, judged: Sequence[Judged], sizes: dict[str, float]
 ) -> Verdict:
     coarse = abnormal(sizes)
-    best = _best([one for one in judged if one.gain > DECISIVE and material(one)], coarse=coarse)
+    half = _half_precision(judged, sizes, len(tokens.sequence))
+    unusual = coarse and half is None
+    known = [one for one in judged if one.gain > DECISIVE and material(one)]
+    if unusual:  # draws do not explain the gap, and what does may move them
+        known = [one for one in known if one.moves or not one.of_draws]
+    best = _best(known, coarse=coarse)
     fault = best is not None and best.explanation.kind == "fault"
     state: State = "numerics" if sizes["largest"] > 0 else "exact"
-    half = _half_precision(judged, sizes, len(tokens.sequence))
-    if fault or (coarse and half is None):
+    if fault or unusual:
         state = "fault"
     second = _second(best, judged) if best is not None and fault else None
     part = None
