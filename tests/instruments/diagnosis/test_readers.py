@@ -231,6 +231,14 @@ def test_masks_of_trl_leave_out_pads_and_what_tools_said():
     assert [one.prompt for one in read([served])] == [(4, *PROMPT)] * 2  # one for both
 
 
+@pytest.mark.parametrize("mask", [[0, 0, 0], [False] * 3, [0, 1, 0]], ids=str)
+def test_a_loss_mask_of_a_prompt_leaves_the_prompt(mask):
+    line = {"prompt_ids": PROMPT, "prompt_mask": mask}  # as prime-rl has it
+    line |= {"completion_ids": TOKENS, "completion_mask": [1, 1], "completion_logprobs": LOG_PROBS}
+    (response,) = read([line])
+    check(response)
+
+
 @pytest.mark.parametrize("name", ["completion_logprobs", "logps", "sampling_per_token_logps"])
 @pytest.mark.parametrize("form", ["auto", "plain"])
 def test_completion_ids_go_with_every_name_of_their_log_probs(name, form):
@@ -496,6 +504,7 @@ def test_text_without_ids_is_tokenised_with_a_warning():
         {"prompt_ids": PROMPT, "response_ids": TOKENS, "log_probs": LOG_PROBS},
         {"prompt_tokens": PROMPT, "completion_tokens": TOKENS, "token_logprobs": LOG_PROBS},
         {"input_ids": PROMPT, "output_ids": TOKENS, "output_logprobs": LOG_PROBS},
+        {"prompt_ids": PROMPT, "output_ids": TOKENS, "logprobs": LOG_PROBS, "output": "ab"},
         {"tokens": PROMPT + TOKENS, "response_length": 2, "rollout_log_probs": LOG_PROBS},
         {"prompt_token_ids": PROMPT, "tokens": TOKENS, "logprobs": LOG_PROBS},  # Tinker's
         {"prompt_token_ids": PROMPT, "tokens": PROMPT + TOKENS, "logprobs": LOG_PROBS},

@@ -145,7 +145,10 @@ def detect(values: Any) -> str:
     for name, marks in _MARKS:
         if marks & keys:
             return name
-    return "plain"
+    if not keys & {"responses", "output"}:
+        return "plain"
+    named = (_name_in(values, key) for key in ("response_token_ids", "logprobs"))
+    return "plain" if keys.issuperset(named) else "verl"  # whose dump is text alone
 
 
 def plain(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -341,7 +344,9 @@ def trl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 for of_place, tokens, token in zip(log_probs, choices, ids, strict=True)
             ]
         prompt = row["prompt_token_ids"]
-        attended = _checked_mask(row, "prompt_mask", len(prompt)) or [1] * len(prompt)
+        attended = _checked_mask(row, "prompt_mask", len(prompt)) or []
+        if not any(attended) or attended != sorted(attended):  # no pads, but a loss mask
+            attended = [1] * len(prompt)
         yield _carried(row) | {
             "prompt_token_ids": [t for t, a in zip(prompt, attended, strict=True) if a],
             "response_token_ids": ids,
@@ -451,7 +456,6 @@ _MARKS = (
     ("vllm", {"choices", "outputs"}),
     ("trl", {"completion_ids"}),
     ("tunix", {"left_padded_prompt_tokens", "padded_prompt_tokens"}),
-    ("verl", {"responses", "output"}),
 )
 
 
