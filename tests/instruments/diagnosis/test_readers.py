@@ -504,6 +504,7 @@ def test_text_without_ids_is_tokenised_with_a_warning():
         {"prompt_ids": PROMPT, "response_ids": TOKENS, "log_probs": LOG_PROBS},
         {"prompt_tokens": PROMPT, "completion_tokens": TOKENS, "token_logprobs": LOG_PROBS},
         {"input_ids": PROMPT, "output_ids": TOKENS, "output_logprobs": LOG_PROBS},
+        {"input_ids": PROMPT + TOKENS, "response_ids": TOKENS, "logprobs": LOG_PROBS},
         {"prompt_ids": PROMPT, "output_ids": TOKENS, "logprobs": LOG_PROBS, "output": "ab"},
         {"tokens": PROMPT + TOKENS, "response_length": 2, "rollout_log_probs": LOG_PROBS},
         {"prompt_token_ids": PROMPT, "tokens": TOKENS, "logprobs": LOG_PROBS},  # Tinker's

@@ -517,9 +517,15 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     whole = next((x for x in _WHOLE if isinstance(values.get(x), list)), None)
     if whole is None or row.get("response_token_ids") is not None:
         if row.get("prompt_token_ids") is None and whole == "input_ids":
-            row["prompt_token_ids"] = values["input_ids"]
+            row["prompt_token_ids"] = _before(values["input_ids"], row["response_token_ids"])
         return row
     return row | _split(row, values[whole], whole)
+
+
+def _before(ids: list[Any], response: Any) -> list[Any]:
+    """The part of ids before a response that they end with, or all of them."""
+    size = len(response) if isinstance(response, list) else 0
+    return ids[:-size] if 0 < size < len(ids) and ids[-size:] == response else ids
 
 
 def _name_in(values: Mapping[str, Any], key: str) -> str:
