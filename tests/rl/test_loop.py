@@ -761,8 +761,10 @@ def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run_with_their_ba
     with pytest.raises(NonFiniteError, match="step 3: the loss or gradient of 8 updates") as caught:
         done.extend(step.number for step in run)
     assert done == [1, 2]  # after the four of step 2 it goes on: the limit is five
-    assert np.isnan(caught.value.batch["advantages"]).all()
-    assert caught.value.batch["rollout.responses"].shape == (2 * tiny.GROUP, 8)
+    batch = caught.value.batch
+    assert batch is not None
+    assert np.isnan(batch["advantages"]).all()
+    assert batch["rollout.responses"].shape == (2 * tiny.GROUP, 8)
 
 
 def test_an_update_with_nothing_to_learn_from_is_left_out_of_means():

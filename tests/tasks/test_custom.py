@@ -174,11 +174,11 @@ def test_a_tasks_grader_may_give_scalars_of_numpy_and_jax(here):
     (here / "my_graded.py").write_text(GRADED)
     task = make_task("my_graded:make", {})
     given, expected = [str(i) for i in range(4)], [Grade(0.5, "error"), *map(Grade, (1.0, 2, 0.25))]
-    grades = task.grade(task.train * 4, given)
+    grades = task.grade([*task.train] * 4, given)
     assert grades == expected
     assert all(type(grade.reward) is float for grade in grades)
     among_processes = SharedGrader(task.grade, 0, 1, lambda text: [text])
-    assert among_processes(task.train * 4, given) == expected
+    assert among_processes([*task.train] * 4, given) == expected
 
 
 def test_current_folder_of_a_program_started_elsewhere(here, tmp_path):

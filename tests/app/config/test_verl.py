@@ -382,7 +382,7 @@ def test_the_schedule_is_verls(optim, shape, updates):
     for step in (4, 9, 15, 20):
         progress = (step - 4) / 16
         left = {"cosine": (1 + np.cos(np.pi * progress)) / 2, "linear": 1 - progress}[shape]
-        at_step = float(rate.schedule_fn()(step * updates))
+        at_step = np.asarray(rate.schedule_fn()(step * updates))
         np.testing.assert_allclose(at_step, 1e-6 * (0.1 + 0.9 * left), rtol=1e-5)
 
 
