@@ -653,12 +653,12 @@ def in_time(prompts, completions, answers):
         (
             PAIRS,
             {"optimizer": optax.chain(optax.sgd(1e-3), optax.contrib.reduce_on_plateau())},
-            "optimizer, which is given gradients and parameters but no loss, raised TypeError",
+            "effective_sample_size, but no loss, raised TypeError",
         ),
         (
             PAIRS,
             {"optimizer": optax.lbfgs()},
-            "optimizer, which is given gradients and parameters but no loss, raised TypeError",
+            "effective_sample_size, but no loss, raised TypeError",
         ),
         (PAIRS, {"steps": 0}, "steps must be at least 1, got 0"),
         (PAIRS, {"samples": 1}, "samples = 1: must be 2 or more for the estimator"),

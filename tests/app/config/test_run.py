@@ -493,7 +493,11 @@ def test_what_a_resumed_run_may_change():
     assert "steps" in RunConfig().may_change()
     assert {"learner.remat", "learner.offload", "sampler.slots"} <= {*RunConfig().may_change()}
     assert not {"learner", "learner.micro_batch", "sampling"} & {*RunConfig().may_change()}
-    calls = {"task.reward_time_limit", "task.environment_workers"}
+    calls = {
+        "task.reward_time_limit",
+        "task.environment_workers",
+        "task.eval_subset",
+    }
     assert calls == {key for key in RunConfig().may_change() if key.startswith("task")}
     cosine = build({"optimizer": {"schedule": "cosine"}})
     assert "steps" not in cosine.may_change()
