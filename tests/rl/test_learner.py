@@ -269,8 +269,6 @@ def test_a_value_that_is_not_a_number_is_not_exact_though_its_bits_are_equal():
     found = exactness(both, replace(rollout, log_probs=both))
     assert (int(found.unequal), found.first.tolist()) == (1, [2, 0])
     message = "step 7: 1 of .* response position 0, learner nan .*: neither is finite"
-        "step 7: 1 of .* first: sequence 2, response position 0, learner nan .*: neither is finite"
-    )
     with pytest.raises(NonFiniteError, match=message):
         loop.check_exact(jax.device_get(found), 7)
     with pytest.raises(MismatchError, match="sequence 2, response position 0, learner nan"):
