@@ -344,8 +344,8 @@ class RunConfig(Section):
         memory = "learner.remat", "learner.offload"  # not micro_batch, which orders the sums
         # A reward's limit ends the run and changes no grade; an environment's ends an episode.
         calls = "task.reward_time_limit", "task.environment_workers"
-        calls = (*calls, "task.eval_subset")  # which older versions had in task.subset
-        free = ("exact", "eval", "run", "placement", *batching, *memory, *calls, "numerics.family")
+        held_out = "eval", "task.eval_subset"  # training rows have a mark of their own
+        free = "exact", *held_out, "run", "placement", *batching, *memory, *calls, "numerics.family"
         bound = self.optimizer.schedule != "constant" and self.optimizer.total_steps is None
         return free if bound else ("steps", *free)
 
