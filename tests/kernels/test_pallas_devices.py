@@ -69,10 +69,17 @@ def test_a_projection_into_the_cache_has_the_code_of_one_beside_it(dtype):
 def test_jax_s_default_precision_is_no_matter_of_a_kernel(family):
     """TPUs compile no kernel with bfloat16 operands that asks for more than the default."""
     operations = lowering.operations(lowering.NUMERICS[family]["bfloat16"])
-    for name in ("dot", "attention, gradient"):
-        expected = lowering.lower(family, *operations[name]).as_text()
+
+    def codes(name):
+        """Without the places in the source, which depend on who traced a function first."""
+        text = lowering.lower(family, *operations[name]).as_text()
+        return [comparison.kernel_code(x) for x in text.splitlines() if TARGETS[family] in x]
+
+    for name, kernels in (("dot", 1), ("attention, gradient", 3)):
+        expected = codes(name)
+        assert len(expected) == kernels
         with jax.default_matmul_precision("highest"):
-            assert lowering.lower(family, *operations[name]).as_text() == expected, name
+            assert codes(name) == expected, name
 
 
 @pytest.mark.parametrize("family", lowering.NUMERICS)
