@@ -273,6 +273,15 @@ class TestResume:
             " another run.folder"
         )
 
+    def test_older_weights_are_read_in_their_own_tiles_alone(self, run, monkeypatch):
+        monkeypatch.setattr(pallas, "platform", lambda: "gpu")
+        wide = {"placement": {"tensor": 2, "data": 2}, "run": {"folder": run.run.folder}}
+        checks.check_resumed(toml.build(wide))
+        with pytest.raises(
+            InputError, match=r"column_tiles = 1, and placement\.tensor makes them 2"
+        ):
+            checks.check_resumed(toml.build({**wide, "sampler": {"max_staleness": 1}}))
+
     def test_before_the_first_checkpoint_anything_goes(self, run, monkeypatch):
         monkeypatch.setattr(checkpoints, "list_steps", lambda folder: [])
         checks.check_resumed(run)

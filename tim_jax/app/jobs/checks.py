@@ -9,6 +9,7 @@ import jax
 import optax
 
 from tim_jax import objectives
+from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.jobs import planning
 from tim_jax.app.run import assembly, checkpoints, folders
@@ -124,7 +125,8 @@ def check_prompts(task: Task, text: Text, *, training: bool) -> None:
 def check_resumed(config: RunConfig) -> None:
     """Refuses to resume a run with other kernels, even if "auto" has another meaning by now.
 
-    And one that is beyond its last step: it would end without a word on it.
+    And one that is beyond its last step, which would end without a word on it, and one that keeps
+    older weights in other tiles.
     """
     folder = Path(config.run.folder)
     steps = checkpoints.list_steps(folder / "checkpoints")
@@ -141,6 +143,19 @@ def check_resumed(config: RunConfig) -> None:
         raise InputError(
             f"steps = {config.steps}: the run in {folder} is at step {steps[-1]} already; set steps"
             f" to {steps[-1]} or more, or another run.folder"
+        )
+    if config.sampler.max_staleness or config.sampler.dial.stale_updates:
+        _check_tiles(config, folder)
+
+
+def _check_tiles(config: RunConfig, folder: Path) -> None:
+    """Older weights are kept as they are multiplied, and so in tiles."""
+    before = toml.build(tomllib.loads(folders.read_config(folder))).column_tiles
+    if before != config.column_tiles:
+        raise InputError(
+            f"the run in {folder} keeps older weights in numerics.column_tiles = {before}, and"
+            f" placement.tensor makes them {config.column_tiles}: set placement.tensor and"
+            " placement.sampler.tensor as they were"
         )
 
 
