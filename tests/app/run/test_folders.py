@@ -335,17 +335,26 @@ def test_a_run_without_a_checkpoint_starts_over(tmp_path):
         assert run.metrics.size() == run.samples.size() == run.timing.size() == 0
 
 
-@pytest.mark.parametrize("left", ["lines", "model"])
+@pytest.mark.parametrize("left", ["lines", "lines and an empty folder", "model"])
 def test_a_run_whose_checkpoints_were_removed_keeps_its_lines(tmp_path, left):
     train(tmp_path, stop=2)
     shutil.rmtree(tmp_path / "checkpoints")
-    if left == "model":  # with a folder of checkpoints that is empty
+    if left != "lines":
         (tmp_path / "checkpoints").mkdir()
+    if left == "model":
         (tmp_path / "model").mkdir()
+        (tmp_path / "metrics.jsonl").write_text("")
     before = {path: path.read_bytes() for path in tmp_path.glob("*.*")}
     with pytest.raises(InputError, match=r"^\S+ holds a run whose checkpoints are gone, and .*put"):
         folders.open_run(tmp_path, CONFIG.replace("10", "20"), may_change=("steps",))
     assert before == {path: path.read_bytes() for path in tmp_path.glob("*.*")}
+
+
+def test_a_run_that_died_as_it_wrote_its_first_checkpoint_starts_over(tmp_path):
+    train(tmp_path, stop=2)
+    (tmp_path / "checkpoints" / "2").rename(tmp_path / "checkpoints" / "2.partial")
+    with folders.open_run(tmp_path, CONFIG) as run:
+        assert run.metrics.size() == 0
 
 
 def test_a_run_that_died_before_its_first_checkpoint_may_lose_their_folder(tmp_path):

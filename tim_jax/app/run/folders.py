@@ -419,12 +419,13 @@ def _refuse_links(folder: Path) -> None:
 def _refuse_lost_checkpoints(folder: Path) -> None:
     """Refuses a run whose checkpoints were removed: to begin anew would delete its lines.
 
-    A run makes their folder before its first line, and has one of them before its model.
+    A run begins to write one before its second line, and has one of them before its model.
     """
     kept, lines = folder / "checkpoints", folder / "metrics.jsonl"
     if checkpoints.list_steps(kept) or not (folder / "config.toml").exists():
         return
-    removed = not kept.exists() and lines.exists() and lines.read_bytes().count(b"\n") > 1
+    empty = not (kept.exists() and any(kept.iterdir()))  # half a checkpoint is of a run that died
+    removed = empty and lines.exists() and lines.read_bytes().count(b"\n") > 1
     if removed or (folder / "model").exists():
         raise InputError(
             f"{folder} holds a run whose checkpoints are gone, and to begin anew would delete what"
