@@ -4,6 +4,7 @@ import errno
 import fcntl
 import importlib
 import json
+import math
 import os
 import resource
 import subprocess
@@ -72,7 +73,14 @@ def test_what_is_written_is_what_is_read(tmp_path):
     [
         ({"logprobs": [-1.0]}, "2 response tokens, but 1 logprobs and 2 places of the mask"),
         ({"mask": [1]}, "2 response tokens, but 2 logprobs and 1 places of the mask"),
-        ({"logprobs": [-1.0, None]}, r"logprobs\[1\] is not finite; mask it or mend it"),
+        ({"logprobs": [-1.0, None]}, r"logprobs\[1\] is no finite number; mask it or mend it"),
+        ({"logprobs": None}, "logprobs must be a list, got None"),
+        ({"prompt_token_ids": np.array([[5, 6]])}, r"must be a list of whole numbers, got array"),
+        ({"response_token_ids": [8.7, 9]}, r"must be a list of whole numbers, got \[8\.7, 9\]"),
+        ({"mask": [2, -1]}, r"mask must be of 0 and 1, got \[2, -1\]"),
+        ({"supports": [None]}, r"supports\[0\] must be a list, got None"),
+        ({"turn_token_ids": [8, 9]}, r"turn_token_ids\[0\] must be a list, got 8"),
+        ({"sampling": {"temperature": math.nan}}, "the row cannot be written as JSON: "),
     ],
 )
 def test_rows_that_could_not_be_read_are_not_written(tmp_path, change, message):

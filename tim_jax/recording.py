@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import shown
 
 
 class Capture:
@@ -73,12 +74,16 @@ class Capture:
           turn_token_ids: if the row is a whole conversation: for each turn the ids that were drawn.
 
         Raises:
-          InputError: the lists differ in length, or a log-prob is not finite where the mask is 1;
-            the row cannot be written, because the disk is full, for one.
+          InputError: one of them is of another kind, the lists differ in length, or a log-prob is
+            not finite where the mask is 1; the row cannot be written, because the disk is full, for
+            one.
         """
-        prompt, tokens = _whole(prompt_token_ids), _whole(response_token_ids)
-        numbers = [_number(x) for x in _listed(logprobs)]
-        own = [1] * len(tokens) if mask is None else _whole(mask)
+        prompt = _whole("prompt_token_ids", prompt_token_ids)
+        tokens = _whole("response_token_ids", response_token_ids)
+        numbers = [_number(x) for x in _listed("logprobs", logprobs)]
+        own = [1] * len(tokens) if mask is None else _whole("mask", mask)
+        if not {*own} <= {0, 1}:
+            raise InputError(f"capture: mask must be of 0 and 1, got {shown(mask)}")
         if not len(tokens) == len(numbers) == len(own):
             raise InputError(
                 f"capture: {len(tokens)} response tokens, but {len(numbers)} logprobs and"
@@ -86,7 +91,9 @@ class Capture:
             )
         for place, (number, kept) in enumerate(zip(numbers, own, strict=True)):
             if kept and number is None:
-                raise InputError(f"capture: logprobs[{place}] is not finite; mask it or mend it")
+                raise InputError(
+                    f"capture: logprobs[{place}] is no finite number; mask it or mend it"
+                )
         row = {
             "prompt_token_ids": prompt,
             "response_token_ids": tokens,
@@ -95,19 +102,23 @@ class Capture:
             "finish_reason": finish_reason,
             "weights_version": weights_version,
             "sampling_params": None if sampling is None else dict(sampling),
-            "supports": None if supports is None else [_whole(one) for one in supports],
-            "kept_log_mass": None if kept_log_mass is None else _listed(kept_log_mass),
+            "supports": _rows("supports", supports),
+            "kept_log_mass": None
+            if kept_log_mass is None
+            else _listed("kept_log_mass", kept_log_mass),
             "routes": routes,
             "episode": episode,
             "turn": turn,
-            "turn_token_ids": None
-            if turn_token_ids is None
-            else [_whole(one) for one in turn_token_ids],
+            "turn_token_ids": _rows("turn_token_ids", turn_token_ids),
         }
         row = {name: value for name, value in row.items() if value is not None}
         if stop_reason is not None:
             row["stop_reason"] = stop_reason
-        line = (json.dumps(row, allow_nan=False, default=_listed) + "\n").encode()
+        try:
+            text = json.dumps(row, allow_nan=False, default=_as_list)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"capture: the row cannot be written as JSON: {error}") from error
+        line = f"{text}\n".encode()
         try:
             whole = self._append(line)
         except OSError as error:
@@ -160,13 +171,33 @@ def capture(path: str | Path) -> Capture:
     return Capture(path)
 
 
-def _listed(values: Any) -> Any:
+def _as_list(values: Any) -> Any:
     """A list of a list, a tuple, an array or a tensor."""
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
-def _whole(values: Any) -> list[int]:
-    return [int(x) for x in _listed(values)]
+def _listed(what: str, values: Any) -> Any:
+    try:
+        return _as_list(values)
+    except TypeError:
+        raise InputError(f"capture: {what} must be a list, got {shown(values)}") from None
+
+
+def _rows(what: str, values: Any) -> list[list[int]] | None:
+    if values is None:
+        return None
+    return [_whole(f"{what}[{i}]", one) for i, one in enumerate(_listed(what, values))]
+
+
+def _whole(what: str, values: Any) -> list[int]:
+    given = _listed(what, values)
+    try:
+        whole = [int(x) for x in given]
+    except (TypeError, ValueError, OverflowError):
+        whole = []
+    if whole != [*given]:  # 1.0 and True are 1
+        raise InputError(f"capture: {what} must be a list of whole numbers, got {shown(values)}")
+    return whole
 
 
 def _number(value: Any) -> float | None:

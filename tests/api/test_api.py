@@ -8,6 +8,7 @@ import shutil
 import string
 import subprocess
 import sys
+import threading
 import types
 from dataclasses import replace
 from functools import partial
@@ -638,6 +639,11 @@ def in_time(prompts, completions, answers):
             " a function of one completion? reward=tim_jax.per_item(of_one)",
         ),
         (PAIRS, {"reward": unlisted}, "must return a sequence of 1 numbers, got 1.0; is it a"),
+        (
+            PAIRS,
+            {"reward": lambda completions, prompts, answers: [0.0] * len(prompts)},
+            "is given (prompts, completions, answers) in this order; it takes (completions,",
+        ),
         (PAIRS, {"reward": broken}, "grpo: reward broken raised KeyError: 'lost'"),
         (
             PAIRS,
@@ -990,6 +996,8 @@ def test_grpo_in_a_hundred_lines():
         ({"reward": len, "respond": min}, "give reward or respond, not both"),
         ({"respond": min, "max_turns": 0}, "max_turns must be at least 1, got 0"),
         ({"respond": min, "max_tokens": 9, "longest": 8}, "at most the 8 tokens"),
+        ({"respond": min, "of_episodes": 8}, "training has max_tokens = 8, of an episode, but no"),
+        ({"respond": min, "state": threading.Lock()}, "grpo: row 0: the state cannot be pickled"),
         ({"max_episode_tokens": 8}, r"write training=model.training\(turns=tim_jax.Turns\("),
         ({"respond": min, "sampler": []}, r"write training=model.training\(mismatch="),
         (
@@ -1002,8 +1010,11 @@ def test_what_episodes_need_is_said_at_once(model, options, message):
     options = dict(options)
     if longest := options.pop("longest", None):
         options["training"] = model.training(turns=tim.Turns(), max_tokens=longest)
+    if tokens := options.pop("of_episodes", None):
+        options["training"] = model.training(max_tokens=tokens)
+    state = options.pop("state", 2)
     with pytest.raises(InputError, match=message):
-        tim.grpo(model, [("1+1=", 2)], steps=1, **options)
+        tim.grpo(model, [("1+1=", state)], steps=1, **options)
 
 
 def test_a_template_that_rewrites_history_is_refused_unless_somebody_says_what_to_do(model):

@@ -367,6 +367,16 @@ def test_templates_whose_calls_are_read_or_that_know_none(template):
     Bridged(Here(tools([calculator], reward=lambda *_: 1.0)), bridge(CHATML))
 
 
+def test_a_template_that_asks_for_a_tool_s_name_is_taken():
+    """As Hermes' does; `tools` gives it with each result."""
+    asks = "{% if m.role == 'tool' and not m.name %}{{ raise_exception('no name') }}{% endif %}"
+    named = CHATML.replace("{{ '<|im_start|>' + m.role", asks + "{{ '<|im_start|>' + m.role", 1)
+    assert named != CHATML
+    made = Bridged(Here(tools([calculator], reward=lambda *_: 1.0)), bridge(named))
+    with pytest.raises(InputError, match="no name"):
+        made.bridge.tokens(completion("5"), [{"role": "tool", "content": "12"}])
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [

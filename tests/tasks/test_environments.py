@@ -8,6 +8,7 @@ import re
 import resource
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -148,6 +149,10 @@ def respond(state, completion):
     if completion.text in RESULTS:
         return RESULTS[completion.text](state)
     return Count(getattr(state, "turns", 0) + 1), tim.Reply(f"{state}", reward=0.5)
+
+
+def optional(state, completion, lowest=5):
+    return state, tim.Reply(reward=float(np.sum(lowest)), done=True)
 
 
 def keyed(state, completion, key):
@@ -311,6 +316,12 @@ def test_outcomes_come_as_they_are_there(guarded):
     next(left)
     left.close()  # what a caller leaves
     assert len(list(guarded.answers(asked[1:]))) == 8
+
+
+def test_an_option_with_a_default_is_not_the_key(source):
+    with closing(Guarded(f"{source}:optional", seconds=5.0, workers=1)) as environment:
+        [(_, answer)] = environment.answers([turn("x", key=(7, 9))])
+    assert answer.reward == 5.0
 
 
 def test_a_turn_has_its_key_and_its_completion_is_whole(source):

@@ -102,6 +102,12 @@ def test_tools_are_declared_as_templates_are_told_of_them():
         ('<tool_call>{"name": "add", "arguments": {"a"', "the call has no </tool_call>"),
         ("<tool_call>[1]</tool_call>", 'a call needs a "name" and "arguments"'),
         ('<tool_call>{"name": 3}</tool_call>', 'a call needs a "name" and "arguments"'),
+        (
+            '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>',
+            'a call needs a "name" and "arguments"',
+        ),
+        ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "no tool '\\ud800'"),
+        (call("fail", text="half \ud83d"), "RuntimeError: half ?"),
         (call("ad", a=1), "no tool 'ad'; did you mean 'add'"),
         (call("add", c=1), "add: missing a required argument: 'a'"),
         (call("add", a=1, c=1), "add: got an unexpected keyword argument 'c'"),
@@ -139,8 +145,11 @@ def test_marks_of_thoughts_in_an_argument_are_text():
     asked = {"a": "strip <think> and </think>"}
     for text in (call("add", **asked), f"<think>?</think>{call('add', **asked)}"):
         assert read_calls(say(text)) == [Call("add", asked)]
+    for text in ("strip <think> and </think>", "split at </think>"):
+        called = json.dumps({"name": "add", "parameters": {"a": text}})
+        assert read_calls(say(called)) == [Call("add", {"a": text})]
+        assert read_calls(say(f"so: {call('add', a=text)}")) == [Call("add", {"a": text})]
     called = json.dumps({"name": "add", "parameters": asked})
-    assert read_calls(say(called)) == [Call("add", asked)]
     assert read_calls(replace(say(f"?</think>{called}"), thinking=True)) == [Call("add", asked)]
 
 
@@ -221,6 +230,14 @@ def undocumented(a: int) -> int:
 def test_tools_that_cannot_be_declared(functions, message):
     with pytest.raises(InputError, match=message):
         _ = Here(tools(functions, reward=right)).tools
+
+
+def test_a_reward_that_would_have_to_be_waited_for_is_refused():
+    async def late(state, completion):
+        return 1.0
+
+    with pytest.raises(InputError, match="reward must be a plain function"):
+        tools([add], reward=late)  # pyright: ignore[reportArgumentType]
 
 
 def test_the_calculator_computes_as_fractions_do():

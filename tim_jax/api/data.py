@@ -12,8 +12,9 @@ from tim_jax.common.inputs import shown
 from tim_jax.placement import processes
 from tim_jax.tasks import custom
 from tim_jax.tasks.base import Example, Message, Task
+from tim_jax.tasks.custom import user_code
 from tim_jax.tasks.dataset import check_open, message_of
-from tim_jax.tasks.environments import Here
+from tim_jax.tasks.environments import Here, pack
 
 _KEYS = ("prompt", "answer")
 _SHORTEST = 16  # tokens that are padded to
@@ -70,7 +71,9 @@ def _example(row: Any, where: str) -> Example:
         )
     asked = as_prompt(prompt, f"{where}: prompt")
     check_open(asked, f"{where}: prompt")
-    return Example(asked, str(answer), {_ANSWER: answer})
+    with user_code(f"{where}: the answer's text"):
+        text = str(answer)
+    return Example(asked, text, {_ANSWER: answer})
 
 
 def as_episodes(examples: tuple[Example, ...], respond: Callable[..., Any]) -> Task:
@@ -83,6 +86,11 @@ def as_episodes(examples: tuple[Example, ...], respond: Callable[..., Any]) -> T
     if jax.process_count() > 1:
         raise InputError("grpo: respond needs a single process; there are several")
     name = getattr(respond, "__name__", type(respond).__name__)
+    for row, example in enumerate(examples):
+        try:
+            pack(example.data[_ANSWER])
+        except InputError as error:
+            raise InputError(f"grpo: row {row}: {error}") from error.__cause__
     begun = tuple(replace(x, data={"state": x.data[_ANSWER]}) for x in examples)
     return Task(name, begun, (), lambda *_: [], environment=Here(respond))
 

@@ -188,6 +188,13 @@ def _episodes(
         if value is not None:
             check_whole(f"grpo: {name}", value, least=1)
     own = training if isinstance(training, Training) and training.turns else None
+    if isinstance(training, Training) and not own:
+        said = training.execution.sampling.max_tokens
+        if said != model.most_tokens:
+            raise InputError(
+                f"grpo: training has max_tokens = {said}, of an episode, but no turns; give it"
+                " turns too, or give max_tokens, of a turn, to grpo"
+            )
     turns = own.turns if own else None
     turns = turns or Turns(max_tokens=max(1, min(256, model.config.most_positions // 32)))
     own_limits = max_turns or turns.max_turns, tokens or turns.max_tokens

@@ -255,6 +255,9 @@ class Bridge:
           InputError: the template does not only append such replies.
         """
         reply = [{"role": role, "content": f"Reply {i}."} for i, role in enumerate(roles)]
+        for message in reply:
+            if message["role"] == "tool":  # as `tools` says it; some templates write it
+                message["name"] = CALLED
         if self.cuts:
             text = self._write(_user(ASKED), _said(SAID), *reply)
             if SAID not in text.partition(ASKED)[2]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
-from inspect import iscoroutine, signature
+from inspect import Signature, iscoroutine, signature
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn
 
@@ -81,10 +81,9 @@ def as_grader(
 
 
 def check_reward(function: Callable[..., Any], name: str) -> None:
-    """Refuses a reward that does not take three arguments."""
-    try:
-        takes = signature(function)
-    except ValueError:  # a builtin that does not say what it takes
+    """Refuses a reward that does not take three arguments, or names them in another order."""
+    takes = _signature(function)
+    if takes is None:
         return
     try:
         takes.bind((), (), ())
@@ -93,6 +92,25 @@ def check_reward(function: Callable[..., Any], name: str) -> None:
             f"reward {name} must take three lists, (prompts, completions, answers);"
             f" it takes {takes}"
         ) from None
+    _check_order(takes, f"reward {name}", ("prompts", "completions", "answers"))
+
+
+def _signature(function: Callable[..., Any]) -> Signature | None:
+    """None of a builtin that does not say what it takes."""
+    try:
+        return signature(function)
+    except ValueError:
+        return None
+
+
+def _check_order(takes: Signature, what: str, given: tuple[str, str, str]) -> None:
+    """Refuses a function one of whose first parameters has the name of another place."""
+    places = [name.rstrip("s") for name in given]
+    for place, own in zip(places, takes.parameters, strict=False):
+        if own.rstrip("s") in places and own.rstrip("s") != place:
+            raise InputError(
+                f"{what} is given ({', '.join(given)}) in this order; it takes {takes}"
+            )
 
 
 def per_item(function: Callable[[Any, str, Any], Any]) -> Callable[..., list[Any]]:
@@ -106,6 +124,8 @@ def per_item(function: Callable[[Any, str, Any], Any]) -> Callable[..., list[Any
     """
     if not callable(function):
         raise InputError(f"per_item: give a function, got {shown(function)}")
+    if takes := _signature(function):
+        _check_order(takes, f"per_item: {shown(function)}", ("prompt", "completion", "answer"))
 
     @wraps(function)
     def reward(prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[Any]):

@@ -78,7 +78,7 @@ class Responder:
         """Makes one; `guarded` if somebody else ends this process when it hangs."""
         call = getattr(function, "__call__", None)  # noqa: B004 (of an object)
         self.asynchronous = any(map(inspect.iscoroutinefunction, (function, call)))
-        self._function, self._takes_key = function, _positional(function) > 2
+        self._function, self._takes_key = function, _takes_key(function)
         self._guarded = guarded
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -149,14 +149,15 @@ class Responder:
         return self._loop
 
 
-def _positional(function: Callable[..., Any]) -> int:
-    """How many arguments a function takes by place, 0 if it does not say so."""
+def _takes_key(function: Callable[..., Any]) -> bool:
+    """Whether a third argument is to be the turn's key, not an option with a default of its own."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # written in C
-        return 0
+        return False
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(parameter.kind in kinds for parameter in parameters)
+    third = [one for one in parameters if one.kind in kinds][2:3]
+    return any(one.default is one.empty or one.name == "key" for one in third)
 
 
 def _late(seconds: float) -> str:
@@ -178,12 +179,17 @@ def read_answer(before: Any, result: Any) -> Answer:
     try:
         with user_code("reading the reply"):  # whatever a type of the user's does
             content = _read_content(reply.content)
-            return Answer(_packed(state), content, _reward(reply.reward), _done(reply.done))
+            return Answer(pack(state), content, _reward(reply.reward), _done(reply.done))
     except InputError as error:
         return failed(before, "reply", str(error))
 
 
-def _packed(state: Any) -> Packed:
+def pack(state: Any) -> Packed:
+    """Returns the pickle of a state.
+
+    Raises:
+      InputError: it has none, or a larger one than an episode may keep.
+    """
     try:
         packed = Packed(pickle.dumps(state))
     except Exception as error:
@@ -408,7 +414,7 @@ def _sent(turn: Turn) -> Mapping[str, Any]:
     state, said = turn.state, turn.completion
     others = bool(said.ended), said.message, said.thinking
     return {
-        "state": base64.b64encode(state if isinstance(state, Packed) else _packed(state)).decode(),
+        "state": base64.b64encode(state if isinstance(state, Packed) else pack(state)).decode(),
         "completion": [said.text, said.tokens.tolist(), *others],
         "key": turn.key.tolist(),
         "which": [turn.prompt, turn.sample, turn.turn],

@@ -46,7 +46,8 @@ MOST_CHARACTERS = 4000  # of a result
 OPENS, CLOSES = "<think>", "</think>"  # a thought
 # Whichever begins first has what the other writes inside it.
 _THOUGHT = f"{OPENS}.*?(?:{CLOSES}|$)"
-_PART = re.compile(f"{_THOUGHT}|<tool_call>(?P<call>.*?)(?P<closed></tool_call>|$)", re.DOTALL)
+_OF_CALL = "<tool_call>(?P<call>.*?)(?P<closed></tool_call>|$)"
+_CALL, _PART = (re.compile(x, re.DOTALL) for x in (_OF_CALL, f"{_THOUGHT}|{_OF_CALL}"))
 _FIRST_THOUGHT = re.compile(rf"\A\s*{_THOUGHT}", re.DOTALL)
 
 
@@ -80,10 +81,12 @@ def tools(
       most_characters: of a result; the rest is left out.
 
     Raises:
-      InputError: no functions, two of one name, or the Python tool where it cannot be isolated;
-        when they are declared, if one says too little about itself.
+      InputError: no functions, two of one name, a reward to be awaited, or the Python tool where it
+        cannot be isolated; when they are declared, if one says too little about itself.
     """
     check_choice("tools: role", role, ("tool", "user"))
+    if inspect.iscoroutinefunction(reward):
+        raise InputError("tools: reward must be a plain function; it is a coroutine function")
     known = {function.__name__: function for function in functions}
     if not known or len(known) < len(functions):
         raise InputError(f"tools: need functions of different names, got {list(known) or 'none'}")
@@ -125,7 +128,9 @@ class _Use:
         if len(result) > self.most_characters:
             left_out = len(result) - self.most_characters
             result = f"{result[: self.most_characters]} ... ({left_out} more characters)"
-        return {"role": self.role, "name": call.name, "content": result}
+        # JSON escapes half of a surrogate pair, which is no text.
+        name, content = (x.encode(errors="replace").decode() for x in (call.name, result))
+        return {"role": self.role, "name": name, "content": content}
 
     async def _result(self, call: Call) -> str:
         if call.error:
@@ -170,14 +175,29 @@ def read_calls(completion: Completion) -> list[Call]:
     message = completion.message
     if message is None:
         text = completion.text
-        head, closes, _ = text.partition(CLOSES)
-        if completion.thinking or (closes and OPENS not in head):
+        if completion.thinking or _ends_a_thought(text):
             text = OPENS + text
         found = [one for one in _PART.finditer(text) if one["call"] is not None]
         return [_read_text(one["call"], one["closed"]) for one in found] or _whole(text)
     if "error" in message:
         return [Call(error=f"the call cannot be read: {message['error']}")]
     return list(map(_read_value, message.get("tool_calls") or ()))
+
+
+def _ends_a_thought(text: str) -> bool:
+    """Whether it goes on with a thought, which the template opened ahead of it."""
+    head, closes, _ = text.partition(CLOSES)
+    if not closes or OPENS in head or _whole(text):
+        return False
+    calls = (one for one in _CALL.finditer(text) if one.start() < len(head) < one.end())
+    return not any(_is_json(one["call"]) for one in calls)
+
+
+def _is_json(text: str) -> bool:
+    with suppress(ValueError, RecursionError):
+        json.loads(text)
+        return True
+    return False
 
 
 def _read_text(text: str, closed: str) -> Call:
@@ -204,7 +224,7 @@ def _read_value(value: Any) -> Call:
     match value:
         case {"name": str(name), "arguments": {**arguments}}:
             return Call(name, arguments)
-        case {"name": str(name)} if "arguments" not in value:
+        case {"name": str(name)} if not value.keys() - {"name", "id", "type"}:
             return Call(name)
     return Call(error='a call needs a "name" and "arguments" by name')
 
