@@ -139,6 +139,20 @@ def test_the_merged_bits_do_not_depend_on_the_mesh(where):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(("tiles", "where"), [(2, Placement(tensor=2)), (4, Placement(tensor=2))])
+def test_what_is_learned_does_not_depend_on_the_tensor_axis(tiles, where):
+    """One tile on each device, and two."""
+    config = replace(tiny.CONFIG, num_layers=1, num_heads=4, num_kv_heads=4)
+    numerics = replace(tiny.NUMERICS, column_tiles=tiles)
+    ends = []
+    for at in (SINGLE, where):
+        state, _, _, found, _ = stepped(execution(config, numerics, at))
+        assert all(unequal == 0 < compared for compared, unequal in found)
+        ends.append(state.params)
+    for one, other in zip(*map(jax.tree.leaves, ends), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
 def test_a_base_is_kept_in_the_narrowest_dtype_that_loses_nothing():
     rng = np.random.default_rng(0)
     wide = rng.standard_normal((4, 4)).astype(np.float32)

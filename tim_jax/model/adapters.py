@@ -359,7 +359,7 @@ def _joined_change(
         else:
             parts.append(jnp.zeros((inputs, size * columns // sum(sizes)), jnp.float32))
     tiles = shape[0] if len(shape) == 3 else 1
-    return join(parts, tiles, axis=-2)
+    return join(parts, tiles, axis=-2).reshape(shape)  # one tile of several has its axis too
 
 
 def check(adapters: Any, config: ModelConfig, lora: Lora) -> None:
