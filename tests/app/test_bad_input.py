@@ -553,6 +553,11 @@ def test_none_of_an_unknown_key_is_refused(tmp_path, override, line):
     assert str(caught.value) == f"command line: {line}"
 
 
+def test_a_key_of_another_kind_of_task_is_no_hint_to_itself():
+    with pytest.raises(InputError, match=r"task\.eval_size = 3: unknown key; did you mean 'eval_"):
+        toml.load(None, ["task.kind=dataset", "task.path=x", "task.eval_size=3"])
+
+
 def test_a_home_folder_is_expanded(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "c.toml").write_text("seed = 3\n[run]\nfolder = '~/runs/a'\n")

@@ -96,15 +96,18 @@ EXACT = Mismatch()
 def check(mismatch: Mismatch, execution: Execution) -> None:
     """Raises InputError for an entry that this learner's sampler cannot have, or two that clash.
 
-    Two entries clash if they are the same (but for noise), if both set one field of the numerics,
-    or if both decide what is reported.
+    Two entries clash if they are the same (noise: with the same seed), if both set one field of the
+    numerics, or if both decide what is reported.
     """
     names, setters = set(), {}
     reporter, numerics = None, execution.numerics
     for entry in mismatch.entries:
-        if entry.name in names and not entry.repeatable:
-            raise entry.refuse("stands there twice; give it once")
-        names.add(entry.name)
+        mark = entry.name, getattr(entry, "seed", None) if entry.repeatable else None
+        if mark in names:
+            same = " with one seed, and would be the same noise; give each a seed of its own"
+            how = same if entry.repeatable else "; give it once"
+            raise entry.refuse(f"stands there twice{how}")
+        names.add(mark)
         entry.check(replace(execution, numerics=numerics))
         edited = _edited(entry, numerics)
         for field in difference(numerics, edited):

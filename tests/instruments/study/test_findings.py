@@ -55,7 +55,7 @@ def test_a_change_is_that_of_the_first_and_the_last_tenth():
     assert together.rows == []
 
 
-@pytest.mark.parametrize("k3", [np.zeros(STEPS), np.full(STEPS, np.nan), np.full(14, 1e-3)])
+@pytest.mark.parametrize("k3", [np.zeros(STEPS), np.full(STEPS, np.nan), np.full(49, 1e-3)])
 def test_without_a_mismatch_or_enough_steps_there_is_no_table(k3):
     assert findings.dynamics(run_as_arrays(k3)) == []
     other = joined(run("b", 0, k3), run("fp8", 0, rising(0, 3.0)))

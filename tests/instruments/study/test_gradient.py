@@ -197,12 +197,26 @@ def checked(policy, changes, **of_study):
         ({"refills": 2}, "one: learner.refills = 2: a measurement draws every batch once; set it"),
         ({"routing": "replayed"}, "one: learner.routing = 'replayed': a measurement records no"),
         ({"routing": "compared"}, 'records no experts; set it to "own"'),
+        ({"mini_batches": 2}, "one: learner.mini_batches = 2: a measurement takes the"),
+        (
+            {"epochs": 2},
+            "gradient of a step's one update; set it to 1",
+        ),
+        ({"prompts_per_step": 10**6}, "needs as many different prompts, and the task has"),
     ],
 )
 def test_what_a_measurement_would_not_heed_is_refused(policy, changes, words):
     with pytest.raises(InputError) as error:
         checked(policy, changes)
     assert words in f"{error.value}"
+
+
+def test_a_base_with_mismatch_is_refused(policy):
+    noise = {"sampler": {"mismatch": [{"name": "logit_noise", "std": 0.1}]}, "exact": "report"}
+    run = definition.merged(policy.config.model_dump(exclude_none=True), noise)
+    one = study(name="one")
+    with pytest.raises(InputError, match=r"trains its policy in an exact run, and has its sources"):
+        measurement.check(one, measurement.horizons(one, run))
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,24 @@ def test_remedies_of_a_dial_that_all_arms_have_may_have_one_control(file):
             ("[dial.exact]", "[dial.exact]\neval.every = 0"),
             "outcome.metric is 'eval/reward', and eval.every = 0 is no evaluation",
         ),
+        (("[dial.exact]", "[dial.exact]\nseed = 7"), "dial.exact.seed = 7: a study gives its runs"),
+        (
+            ("[dial.exact]", "[common]\nrun.folder = 'x'\n[dial.exact]"),
+            "common.run.folder = 'x': a",
+        ),
+        (("[dial.exact]", "[dial.exact]\n[dial.zero]\nsampler.mismatch = []"), "are the same run"),
+        (
+            ("[dial.exact]", "[outcome]\ntake = 'mean'\nwindow = 2\n[dial.exact]"),
+            "window = 2: is for take = \"last\"; take is 'mean'",
+        ),
+        (
+            ("[dial.exact]", "[outcome]\nwindow = 200\n[dial.exact]"),
+            "outcome.window = 200: a run of",
+        ),
+        (
+            ("[dial.exact]", "[test]\ncompare = [['fp8+none', 'fp8+none']]\n[dial.exact]"),
+            "'fp8+none' is compared with itself",
+        ),
     ],
 )
 def test_bad_files_are_refused_in_one_line(file, change, message):
@@ -159,6 +177,27 @@ def test_bad_files_are_refused_in_one_line(file, change, message):
         stated(file, text)
     assert "\n" not in f"{error.value}"
     assert message.split(".*")[-1] in f"{error.value}"
+
+
+def test_a_pair_counts_once_whichever_is_named_first(file):
+    pairs = "[['fp8+none+control', 'fp8+none'], ['exact+none', 'fp8+none']]"
+    one = stated(file, FILE.replace("[dial.exact]", f"[test]\ncompare = {pairs}\n[dial.exact]"))
+    assert [(v.arm, v.against) for v in verdicts(one)] == [
+        ("fp8+none", "fp8+none+control"),
+        ("fp8+tis", "fp8+tis+control"),
+        ("exact+none", "fp8+none"),
+    ]
+
+
+def test_two_controls_that_differ_have_two_names(file):
+    """An option of the dial and one of the schedule may have one name."""
+    cache = CACHE.replace("e4m3fn", "e5m2")
+    tables = f"[schedule.fp8]\nsampler.mismatch = [{cache}]\n[dial.exact]"
+    both = (f"{{{axis}='fp8', correction='tis', name='{axis}'}}" for axis in ("dial", "schedule"))
+    arms = f"controls = 'uncorrected'\narms = [{', '.join(both)}]\n"
+    text = arms + FILE.replace("[dial.exact]", tables)
+    with pytest.raises(InputError, match=r"two controls, .* have the name 'fp8\+control'; give"):
+        stated(file, text)
 
 
 def test_a_study_stands_as_it_was_stated(file):
@@ -375,8 +414,9 @@ def test_a_study_that_can_show_nothing_says_so_before_it_runs(file):
     ("take", "expected"), [("last", 2.5), ("mean", 2.0), ("highest", 4.0), ("lowest", 1.0)]
 )
 def test_the_outcome_is_what_the_rule_says(take, expected):
-    lines = [{"step": i, "m": value} for i, value in enumerate([1.0, 2.0, 1.0, 4.0])]
-    rule = Outcome(metric="m", take=take, window=2)
+    """What was evaluated before training, at step 0, is no part of it."""
+    lines = [{"step": i, "m": value} for i, value in enumerate([9.0, 1.0, 2.0, 1.0, 4.0])]
+    rule = Outcome(metric="m", take=take, window=2 if take == "last" else 1)
     run = running.RunLines("a", 0, Path("a"), lines, finished=True)
     assert outcome(run, rule) == expected
     assert outcome(run._replace(finished=False), rule) is None

@@ -283,7 +283,7 @@ def _check_known(path: Sequence[str]) -> None:
             return
         known = {name for each in keys for name in each}
         if part not in known:
-            rule = _unknown_key(part, known, RunConfig)
+            rule = _unknown_key(path[:depth], known, RunConfig)
             raise InputError(f"{COMMAND_LINE}: {_dotted(path[:depth])}: {rule}")
         kinds = [each[part] for each in keys if part in each]
 
@@ -320,7 +320,7 @@ def _describe(error: Any, data: Mapping[str, Any], root: type) -> tuple[tuple[st
     elif kind in _UNKNOWN:
         _, parents = _walk(error["loc"][:-1], data, root)
         known = {name for section in parents for name in _keys(section)}
-        rule = _unknown_key(key[-1], known, root)
+        rule = _unknown_key(key, known, root)
     elif kind in ("literal_error", "union_tag_invalid"):
         if kind == "union_tag_invalid":
             key, value = (*key, "kind"), context["tag"]
@@ -395,17 +395,18 @@ def _sections(kind: Any) -> list[type]:
     return [section for part in get_args(kind) for section in _sections(part)]
 
 
-def _unknown_key(name: str, known: Collection[str], root: type) -> str:
+def _unknown_key(key: Sequence[str], known: Collection[str], root: type) -> str:
     """What is said of a key that is not among the known ones of its section."""
-    hint = _elsewhere(name, known, root)
+    name, hint = key[-1], _elsewhere(key, known, root)
     return f"unknown key{hint or (did_you_mean(name, known) if known else '')}"
 
 
-def _elsewhere(name: str, known: Collection[str], root: type) -> str:
+def _elsewhere(key: Sequence[str], known: Collection[str], root: type) -> str:
     """The hint for a key that another section has, by this name or by the one that it has here."""
-    meant = ours(name)
+    name, meant = key[-1], ours(key[-1])
     for wanted in (name,) if meant in known else (name, meant):
-        place = next(_places(wanted, root), None)
+        # Its own place is that of another kind of section.
+        place = next((one for one in _places(wanted, root) if one != tuple(key)), None)
         if place is not None:
             return suggestion(name, ".".join(place))
     return ""

@@ -88,7 +88,8 @@ class Outcome(Section):
 
     metric: str = "eval/reward"
     take: Literal["last", "mean", "highest", "lowest"] = "last"
-    """last: the mean of the last `window` values. mean, highest, lowest: of all of them."""
+    """last: the mean of the last `window` values. mean, highest, lowest: of all of them, but for
+    the evaluation before training, which no arm changes."""
     window: Count = 1
     """Values that `last` averages."""
     at_least: float | None = None
@@ -96,6 +97,12 @@ class Outcome(Section):
     not_finite: float | None = None
     """The outcome of a run that ended because its loss or gradient was not finite, or whose metric
     is not. Left out: such a run has none, and its arm no verdict."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.window > 1 and self.take != "last":
+            raise refusal("window", self.window, f'is for take = "last"; take is {self.take!r}')
+        return self
 
 
 class Test(Section):
@@ -227,6 +234,7 @@ def arms(study: Study, base: Mapping[str, Any], *, source: str) -> tuple[Arm, ..
             be made and the study does not say `controls = "where_possible"`, or a comparison
             names no arm.
     """
+    _refuse_own(study, source)
     start = merged(base, study.common)
     choices = list(_choices(study))
     chosen = [_arm(study, choice, start, source) for choice in choices]
@@ -246,6 +254,9 @@ def arms(study: Study, base: Mapping[str, Any], *, source: str) -> tuple[Arm, ..
         if name not in names:
             listed = ", ".join(names)
             raise InputError(f"{source}: test.compare: {name!r} is no arm; known: {listed}")
+    for first, second in study.test.compare:
+        if first == second:
+            raise InputError(f"{source}: test.compare: {first!r} is compared with itself")
     return both
 
 
@@ -257,6 +268,18 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
         alone = not isinstance(value, Mapping) or "kind" in value
         both[key] = merged(below, value) if isinstance(below, Mapping) and not alone else value
     return both
+
+
+def _refuse_own(study: Study, source: str) -> None:
+    """Refuses changes of what a study gives each run itself."""
+    options = {f"{axis}.{name}": of for axis in AXES for name, of in getattr(study, axis).items()}
+    for table, change in {"common": study.common, **options}.items():
+        if "seed" in change:
+            rule = "a study gives its runs their seeds, by the key `seeds`"
+            raise InputError(f"{source}: {table}.seed = {change['seed']!r}: {rule}")
+        if "folder" in change.get("run", {}):
+            rule = "a study gives its runs their folders; leave it out"
+            raise InputError(f"{source}: {table}.run.folder = {change['run']['folder']!r}: {rule}")
 
 
 def _choices(study: Study) -> Iterator[ArmChoice]:
@@ -276,8 +299,15 @@ def _check_outcome(study: Study, config: RunConfig, arm: str) -> None:
 
     Other metrics are known to a step alone.
     """
-    metric, section = study.outcome.metric, config.eval
-    if not metric.startswith("eval/"):
+    metric, section, window = study.outcome.metric, config.eval, study.outcome.window
+    evaluated = metric.startswith("eval/")
+    values = -(-config.steps // section.every) if evaluated and section.every else config.steps
+    if window > values:
+        raise InputError(
+            f"{arm}: outcome.window = {window}: a run of {config.steps} steps has {values} values"
+            f" of {metric!r} after its start"
+        )
+    if not evaluated:
         return
     if not section.every:
         raise InputError(
@@ -304,9 +334,10 @@ def _arm(study: Study, choice: ArmChoice, start: Mapping[str, Any], source: str)
 
 
 def _refuse_twins(arms: Sequence[Arm], source: str) -> None:
+    configs = [toml.build(arm.run, source=f"arm {arm.name}") for arm in arms]
     for index, arm in enumerate(arms):
-        for other in arms[:index]:
-            if other.run == arm.run:
+        for other, config in zip(arms[:index], configs, strict=False):
+            if config == configs[index]:
                 raise InputError(
                     f"{source}: the arms {other.name!r} and {arm.name!r} are the same run;"
                     " leave one out"
@@ -331,6 +362,11 @@ def _with_control(study: Study, arm: Arm, controlled: Arm, known: list[Arm], sou
         if toml.build(other.run, source="arm") == config:
             return replace(arm, control=other.name)
     control = Arm(f"{controlled.name}+{CONTROL}", run)
+    if control.name in (other.name for other in known):
+        raise InputError(
+            f"{source}: two controls, which differ, have the name {control.name!r}; give the"
+            f" options in {controlled.name!r} names that no other axis has"
+        )
     known.append(control)
     return replace(arm, control=control.name)
 

@@ -270,6 +270,7 @@ COMPANIONS = {
 }
 _GROUPS = 40  # of consecutive steps, whose means are compared
 _LEAST = 5  # steps in a group
+_FEWEST = 10  # groups, of which the first is the first tenth
 
 
 class Findings(NamedTuple):
@@ -489,7 +490,7 @@ def _groups(table: Mapping[str, np.ndarray], rows: np.ndarray) -> dict[str, np.n
     """Metric -> means of groups of steps, of a run with a mismatch in every group."""
     rows = rows[np.isfinite(table[MISMATCH][rows])]
     count = min(_GROUPS, len(rows) // _LEAST)
-    if count < 3:
+    if count < _FEWEST:
         return None
     parts = np.array_split(rows, count)
     means = {}

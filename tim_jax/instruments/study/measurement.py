@@ -177,7 +177,13 @@ def check(study: GradientStudy, configs: Mapping[str, RunConfig]) -> None:
     for config in configs.values():
         _check_base(study, config)
         make_learnings(_make_learning(config), _remedies(study))
-        grading.make_task(config).close()
+        task, prompts = grading.make_task(config), config.learner.prompts_per_step
+        task.close()
+        if len(task.train) < prompts:
+            raise InputError(
+                f"{study.name}: learner.prompts_per_step = {prompts}: a measurement needs as many"
+                f" different prompts, and the task has {len(task.train)}"
+            )
         model = sources.make_model(config)
         execution = assembly.make_execution(config, model, devices=tuple(jax.devices()))
         _check_sources(study, replace(execution, placement=SINGLE))
@@ -186,7 +192,13 @@ def check(study: GradientStudy, configs: Mapping[str, RunConfig]) -> None:
 def _check_base(study: GradientStudy, config: RunConfig) -> None:
     """Refuses what a run may have, and a measurement at fixed weights has not."""
     routing, turns = config.learner.routing, config.sampling.max_turns
+    learner, sampler = config.learner, config.sampler
+    one = "takes the gradient of a step's one update; set it to 1"
+    exact = "trains its policy in an exact run, and has its sources in [source.NAME]; leave it out"
     refused = {
+        "learner.mini_batches": (learner.mini_batches > 1 and learner.mini_batches, one),
+        "learner.epochs": (learner.epochs > 1 and learner.epochs, one),
+        "sampler.mismatch": (sampler.own_dial.active and [*sampler.mismatch], exact),
         "sampling.max_turns": (turns, "draws responses of one turn; leave it out"),
         "learner.routing": (routing != "own" and routing, 'records no experts; set it to "own"'),
         "learner.refills": (config.learner.refills, "draws every batch once; set it to 0"),

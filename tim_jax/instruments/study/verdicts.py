@@ -78,7 +78,7 @@ def outcome(run: RunLines, rule: Outcome) -> float | None:
     """The outcome of a run by the study's rule, which is finite; None if it has none (yet)."""
     if run.note.startswith("ended"):
         return rule.not_finite
-    series = values(run.lines, rule.metric)
+    series = values([line for line in run.lines if line.get("step")], rule.metric)
     if not run.finished or not len(series):
         return None
     series = series[-rule.window :] if rule.take == "last" else series
@@ -158,7 +158,10 @@ def _pairs(stated: Stated) -> list[tuple[str, str, str]]:
     """What is compared: an arm, another, and why the arm has no control where it has none."""
     arms = [(arm.name, arm.control, arm.uncontrolled) for arm in stated.arms if arm.divergent]
     named = [(first, second, "") for first, second in stated.study.test.compare]
-    return list(dict.fromkeys([*arms, *named]))
+    pairs: dict[frozenset[str], tuple[str, str, str]] = {}
+    for pair in (*arms, *named):  # one counts once, whichever of the two is named first
+        pairs.setdefault(frozenset(pair[:2]), pair)
+    return list(pairs.values())
 
 
 def _compare(stated: Stated, known, arm: str, against: str, uncontrolled: str) -> Verdict:
