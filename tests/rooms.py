@@ -5,8 +5,8 @@
 # The rooms of a wing are listed one by one.
 ROOMS = (
     ("common.errors", "common.machine", "common.pages", "common.types", "common.waiting"),
-    ("common.inputs", "recording"),
-    ("numerics",),
+    ("common.inputs",),
+    ("numerics", "recording"),
     ("kernels", "objectives", "schedules"),
     ("placement", "corrections", "optimizers"),
     ("model", "metrics"),
