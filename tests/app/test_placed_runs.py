@@ -18,6 +18,18 @@ from tim_jax.placement import SINGLE, Placement
 REFUSED = {
     "placement.fsdp=3": "placement.fsdp = 3: data x fsdp = 3 must divide the 64 sequences of a"
     " step",
+    "placement.data=3": "placement.data = 3: data x fsdp = 3 must divide the 64 sequences of a"
+    " step",
+    "placement={data=3, fsdp=2}": "placement.data = 3: data x fsdp = 6 must divide the 64 sequences"
+    " of a step",
+    "placement={data=2, fsdp=3}": "placement.fsdp = 3: data x fsdp = 6 must divide the 64 sequences"
+    " of a step",
+    "placement.data=4 sampler.slots=6": "placement.data = 4: data x fsdp = 4 must divide the 6"
+    " slots",
+    "placement={data=4, expert=4} learner.micro_batch=8": "placement.data = 4: data x fsdp x expert"
+    " = 16 must divide the 8 sequences of a micro-batch",
+    "placement.sampler={data=5}": "placement.sampler.data = 5: data x fsdp = 5 must divide the 64"
+    " sequences of a step",
     "placement={fsdp=8, data=2} learner.mini_batches=8": "placement.fsdp = 8: data x fsdp = 16 must"
     " divide the 8 sequences of a mini-batch",
     "placement.fsdp=4 learner.micro_batch=2": "placement.fsdp = 4: data x fsdp = 4 must divide the"

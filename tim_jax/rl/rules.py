@@ -14,7 +14,7 @@ from tim_jax.common.errors import InputError, check_choice
 from tim_jax.common.inputs import check_kinds
 from tim_jax.corrections import Correction, Mode
 from tim_jax.objectives import Objective, advantages
-from tim_jax.placement import Placement
+from tim_jax.placement import ROWS, Placement
 from tim_jax.tasks.episodes import History
 
 # From this many horizons a step on, the KL coefficient's factor could reach 0; see `shaping`.
@@ -44,11 +44,14 @@ class Turns:
 
 
 class RuleError(InputError):
-    """A setting that does not go with the others: its field, its value, and what would be right."""
+    """A setting that does not go with the others: its field, its value, and what would be right.
 
-    def __init__(self, field: str, value: object, rule: str):
+    `axis` is the one of a placement that is to blame, if it is a placement.
+    """
+
+    def __init__(self, field: str, value: object, rule: str, *, axis: str | None = None):
         super().__init__(f"{field} = {value!r}: {rule}")
-        self.field, self.value, self.rule = field, value, rule
+        self.field, self.value, self.rule, self.axis = field, value, rule, axis
 
 
 @contextmanager
@@ -154,7 +157,12 @@ def check_sampler_rows(
 
 def _check_spread(field: str, where: Placement, count: int, what: str) -> None:
     if count % where.shards:
-        raise RuleError(field, str(where), f"{where.shards_text} must divide {what}")
+        sizes = {axis: getattr(where, axis) for axis in ROWS}
+        # One that alone does not divide them, or else the largest, so that it is one that was set.
+        largest = max(sizes, key=sizes.__getitem__)
+        axis = next((axis for axis, size in sizes.items() if count % size), largest)
+        rule = f"{where.shards_text} must divide {what}"
+        raise RuleError(field, str(where), rule, axis=axis)
 
 
 def check_noise_scale(*, sequences: int, micro_batch: int | None, samples: int) -> None:

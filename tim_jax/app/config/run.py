@@ -248,8 +248,6 @@ _KEYS = {
     "reject_before_advantages": "learner.objective.reject_before_advantages",
     "reward_kl_horizon": "learner.objective.reward_kl_horizon",
     "max_staleness": "sampler.max_staleness",
-    "placement": "placement.fsdp",
-    "sampler_placement": "placement.sampler.fsdp",
 }
 _MOST_TOKENS = 2**31  # of one array: their places are numbers of 32 bits
 
@@ -261,13 +259,19 @@ def _refused_by_key(config: "RunConfig") -> Iterator[None]:
         yield
     except rules.RuleError as error:
         field = error.field
-        key = _KEYS.get(field, f"learner.{field}")
-        values = {
-            "correction": list(config.learner.corrections),
-            "placement": config.placement.fsdp,
-            "sampler_placement": config.placement.for_sampler.fsdp,
-        }
-        raise refusal(key, values.get(field, error.value), error.rule) from error
+        key, value = _KEYS.get(field, f"learner.{field}"), error.value
+        if field == "correction":
+            value = list(config.learner.corrections)
+        if error.axis is not None:
+            key, value = _axis_set(config.placement, field, error.axis)
+        raise refusal(key, value, error.rule) from error
+
+
+def _axis_set(section: PlacementSection, field: str, axis: str) -> tuple[str, int]:
+    """The key, and its value, that sets an axis of `placement` or `sampler_placement`."""
+    own = field == "sampler_placement" and section.sampler is not None
+    key = "placement.sampler" if own else "placement"
+    return f"{key}.{axis}", getattr(section.sampler if own else section, axis)
 
 
 class RunConfig(Section):
