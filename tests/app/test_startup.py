@@ -17,8 +17,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from tim_jax import mismatch
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import checks, planning
-from tim_jax.app.run import checkpoints, folders
+from tim_jax.app.jobs import assembling, checks, planning
+from tim_jax.app.run import assembly, checkpoints, folders
 from tim_jax.app.run import numerics as run_numerics
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.plan.known_models import PUBLISHED
@@ -285,6 +285,26 @@ class TestResume:
     def test_before_the_first_checkpoint_anything_goes(self, run, monkeypatch):
         monkeypatch.setattr(checkpoints, "list_steps", lambda folder: [])
         checks.check_resumed(run)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_worked_solutions_that_are_too_long_are_named_before_the_machine_is_measured(
+    training, monkeypatch
+):
+    def measuring(*_, **__):
+        raise RuntimeError("the machine is measured")
+
+    monkeypatch.setattr(assembly, "make_execution", measuring)
+    task = {"kind": "builtin", "name": "sorting", "parameters": {"digits": [4, 5]}}
+    long = {"sampling": {"max_tokens": 16}, "task": task, "warmup": {"steps": 20}}
+    wanted = InputError if training else RuntimeError  # an evaluation needs no worked solutions
+    with pytest.raises(wanted) as caught:
+        assembling.assemble(toml.build(long), training=training)
+    if training:
+        assert "has 20 tokens, more than max_tokens = 16: '" in str(caught.value)
+    at_once = {**long, "warmup": {"steps": 20, "worked": 0.0}}
+    with pytest.raises(RuntimeError):
+        assembling.assemble(toml.build(at_once), training=training)
 
 
 def test_configs_written_by_the_writer_before_are_the_same_runs():

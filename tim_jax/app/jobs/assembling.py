@@ -44,6 +44,8 @@ def assemble(config: RunConfig, *, measured: Path | None = None, training: bool 
     try:
         text = grading.make_text(config, model).declaring(task.environment)
         checks.check_prompts(task, text, training=training)
+        if training and config.warmup.steps:
+            checks.check_warm_start(config, task, text)
         return _assembled(config, model, task, text, measured)
     except BaseException:
         task.close()

@@ -11,6 +11,7 @@ import optax
 from tim_jax import objectives
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
+from tim_jax.app.config.sections import part
 from tim_jax.app.jobs import planning
 from tim_jax.app.run import assembly, checkpoints, folders
 from tim_jax.app.run import numerics as run_numerics
@@ -20,9 +21,11 @@ from tim_jax.instruments.plan import budget
 from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model.execution import Execution
 from tim_jax.placement import processes
+from tim_jax.rl import warm_start
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import Learning
+from tim_jax.tasks import builtin
 from tim_jax.tasks.base import Task
 
 _SOME = 64  # prompts that are looked at among those that are made one by one
@@ -120,6 +123,22 @@ def check_prompts(task: Task, text: Text, *, training: bool) -> None:
     for name, examples in (parts | {"held-out prompt": task.evaluation}).items():
         apart = 1 if isinstance(examples, tuple) else max(1, len(examples) // _SOME)
         text.check(name, ((row, examples[row]) for row in range(0, len(examples), apart)))
+
+
+@waiting.during("checking the worked solutions")
+def check_warm_start(config: RunConfig, task: Task, text: Text) -> None:
+    """Refuses worked solutions that no response has room for, before the machine is measured.
+
+    Some are looked at, from everywhere among those that the warm start takes.
+    """
+    warmup, quality = config.warmup, part(builtin.Quality, config.warmup)
+    total = warmup.steps * warmup.batch
+    pairs = [
+        pair
+        for start in range(0, total, max(1, total // _SOME))
+        for pair in builtin.supervised(task, quality, seed=config.seed, start=start, count=1)
+    ]
+    warm_start.demonstrations(pairs, text, response_size=config.sampling.longest)
 
 
 def check_resumed(config: RunConfig) -> None:
