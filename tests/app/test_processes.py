@@ -79,6 +79,48 @@ def test_two_processes_agree_and_share_a_checkpoint(tmp_path):
     assert one.state["state"]["x"].tolist() == list(range(8))
 
 
+OPEN = """
+import os, pathlib, sys
+from tim_jax.app.run import folders
+from tim_jax.common.errors import InputError
+from tim_jax.placement import processes
+
+index, address = int(sys.argv[1]), sys.argv[2]
+folders._APPEARS = 1.0
+processes.join(address, 2, index)
+folders.open_run("shared", "seed = 0\\n").close()
+print(sorted(os.listdir("shared")))
+processes.meet()
+os.makedirs(f"own-{index}", exist_ok=True)
+os.chdir(f"own-{index}")
+try:
+    folders.open_run("run", "seed = 0\\n")
+except InputError as error:
+    print(error)
+"""
+
+
+def test_a_run_folder_that_processes_do_not_share_is_refused(tmp_path):
+    running = started(
+        lambda index, address: ["-c", OPEN, str(index), address],
+        count=2,
+        devices=1,
+        folder=tmp_path,
+    )
+    for status, out, err in finished(running, 120):
+        assert status == 0, err
+        *_, shared, refused = out.splitlines()  # a library may say that it has connected
+        assert ".shared" not in shared
+        assert "config.toml" in shared
+        assert refused == (
+            f"run.folder = 'run': process 1 does not see in {tmp_path}/own-1/run what process 0"
+            f" wrote to {tmp_path}/own-0/run; it must be on a file system that all processes share"
+        )
+    # Nothing but the folder was made.
+    assert list(tmp_path.glob("own-*/*")) == [tmp_path / "own-0" / "run"]
+    assert not list(tmp_path.glob("own-*/*/*"))
+
+
 WAIT = """
 import sys, time
 from tim_jax.placement import processes

@@ -17,14 +17,18 @@ and writes lines.
 import fcntl
 import json
 import os
+import secrets
 import socket
+import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import jax
 import tomli_w
 
 from tim_jax.app.config import toml
@@ -42,6 +46,7 @@ from tim_jax.placement import processes
 from tim_jax.rl.types import TrainState
 
 STARTED = "started.json"
+_APPEARS = 20.0  # seconds in which a file of process 0 shows on another machine
 _TIME = "time"
 
 
@@ -225,9 +230,11 @@ def open_run(
     Raises:
         InputError: another process uses the folder; it has a run with another config (the keys are
             named), or one whose checkpoints were removed, other files or a link that leads out of
-            it; it cannot be written.
+            it; it cannot be written; of several processes, one does not see it.
     """
     folder, opened = Path(folder), []
+    if jax.process_count() > 1:
+        _check_shared(folder)
 
     def lock_and_open() -> bool:
         opened.append(_locked(folder, config, tuple(may_change), keep=keep))
@@ -235,6 +242,50 @@ def open_run(
 
     resumed = processes.led(lock_and_open)
     return opened[0] if opened else Run(folder, lock=None, keep=keep, resumed=resumed)
+
+
+def _check_shared(folder: Path) -> None:
+    """Refuses a folder that other processes do not have as process 0 has it.
+
+    Else all would wait for each other's parts of the first checkpoint, and then fail. The file that
+    they look for has a new name, so that no cache of a file system can know it as missing.
+    """
+
+    def left() -> list[str]:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            token = folder / f".shared-{secrets.token_hex(8)}"
+            token.touch(exist_ok=False)
+        except OSError as error:
+            raise InputError(f"cannot use the run folder {folder}: {error.strerror}") from error
+        return [token.name, str(folder.absolute())]
+
+    name, of_leader = processes.led(left)
+    try:
+        seen = processes.texts("" if _appears(folder / name) else str(folder.absolute()))
+    finally:
+        if processes.leads():
+            (folder / name).unlink(missing_ok=True)
+    blind = next((number for number, where in enumerate(seen) if where), None)
+    if blind is not None:
+        raise InputError(
+            f"run.folder = {str(folder)!r}: process {blind} does not see in {seen[blind]} what"
+            f" process 0 wrote to {of_leader}; it must be on a file system that all processes share"
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there, or soon: another machine's write may take some seconds to show."""
+    until = time.monotonic() + _APPEARS
+    while not path.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.2)
+        # NFS may know the folder itself as missing, until one above it is opened anew.
+        for above in reversed(path.parents):
+            with suppress(OSError), os.scandir(above):
+                pass
+    return True
 
 
 def _locked(folder: Path, config: str, may_change: tuple[str, ...], *, keep: int) -> Run:
