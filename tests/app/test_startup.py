@@ -9,6 +9,7 @@ import tomllib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -17,10 +18,10 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from tim_jax import mismatch
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import assembling, checks, planning
+from tim_jax.app.jobs import assembling, checks, planning, train
 from tim_jax.app.run import assembly, checkpoints, folders
 from tim_jax.app.run import numerics as run_numerics
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, NonFiniteError
 from tim_jax.instruments.plan.known_models import PUBLISHED
 from tim_jax.kernels import pallas
 from tim_jax.model import calibration
@@ -305,6 +306,30 @@ def test_worked_solutions_that_are_too_long_are_named_before_the_machine_is_meas
     at_once = {**long, "warmup": {"steps": 20, "worked": 0.0}}
     with pytest.raises(RuntimeError):
         assembling.assemble(toml.build(at_once), training=training)
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_refused_resumption_leaves_what_was_measured(refused, tmp_path, monkeypatch):
+    """Or the next, good one would have other row ranges, and so other bits."""
+    config = toml.build({"run": {"folder": str(tmp_path)}})
+    measured = tmp_path / "calibration.json"
+    (tmp_path / "config.toml").write_text(toml.dump(config))
+    measured.write_text("of the run")
+
+    def begun(*_):
+        if refused:
+            raise InputError("its rows have changed")
+        return SimpleNamespace(task=SimpleNamespace(close=lambda: None)), None
+
+    def follow(*_):
+        raise NonFiniteError("of a step")
+
+    monkeypatch.setattr(train, "assemble", lambda _, measured: measured.write_text("of another"))
+    monkeypatch.setattr(train, "begun", begun)
+    monkeypatch.setattr(train, "follow", follow)
+    with pytest.raises(InputError if refused else NonFiniteError):
+        train.train_run(config)
+    assert measured.read_text() == ("of the run" if refused else "of another")
 
 
 def test_configs_written_by_the_writer_before_are_the_same_runs():

@@ -64,7 +64,9 @@ def _train_run(config: RunConfig) -> Path:
     ) as run:
         processes.led(partial(folders.record_start, run.folder))
         checks.check_memory(config)
-        job, start = begun(assemble(config, measured=run.folder / "calibration.json"), run)
+        measured = run.folder / "calibration.json"
+        with folders.as_it_was(measured):
+            job, start = begun(assemble(config, measured=measured), run)
         try:
             follow(job, run, start)
         except (MismatchError, NonFiniteError, PreemptedError):

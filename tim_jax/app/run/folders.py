@@ -21,8 +21,8 @@ import secrets
 import socket
 import time
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -302,6 +302,29 @@ def _locked(folder: Path, config: str, may_change: tuple[str, ...], *, keep: int
     except BaseException:
         lock.release()
         raise
+
+
+@contextmanager
+def as_it_was(path: Path) -> Iterator[None]:
+    """A context in which a file of the run may be written anew, but not if an exception leaves it.
+
+    Such as what is measured of the machine before a checkpoint is read, which may refuse the run.
+    """
+    before = _contents(path)
+    try:
+        yield
+    except BaseException:
+        if before is not None and processes.leads() and _contents(path) != before:
+            with suppress(OSError):  # the exception says more
+                path.write_bytes(before)
+        raise
+
+
+def _contents(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
 
 
 def read_config(folder: str | os.PathLike[str], *, say: bool = False) -> str:
