@@ -80,6 +80,7 @@ _UNOPTIMISED = frozenset(
         "app/test_bad_models",
         "app/test_cli",
         "app/test_controls",
+        "app/test_crossed_runs",
         "app/test_end_to_end",
         "app/test_faults",
         "app/test_fuzz",

@@ -461,6 +461,37 @@ def test_noise_scale_of_a_known_gradient():
     assert float(ours["noise_scale"]) == pytest.approx(noise / signal, rel=1e-4)
     none = metrics.gradient_noise_scale(jnp.float32(10.0), jnp.float32(1.0), small=8, big=64)
     assert np.isinf(float(none["noise_scale"]))
+    with pytest.raises(InputError, match="small = 8 must be at least 1, and below big = 8"):
+        metrics.gradient_noise_scale(jnp.float32(1.0), jnp.float32(1.0), small=8, big=8)
+
+
+def test_entropy_has_a_gradient_where_a_token_is_impossible():
+    gradient = jax.grad(lambda x: metrics.entropy(jax.nn.log_softmax(x)))
+    found = gradient(jnp.array([1.0, 2.0, -jnp.inf]))
+    np.testing.assert_allclose(found[:2], gradient(jnp.array([1.0, 2.0])), rtol=1e-6)
+    assert found[2] == 0.0
+
+
+@pytest.mark.parametrize("low", [-8.0, -19.0])
+def test_the_effective_sample_size_of_small_ratios_is_float64_s(low):
+    sums = np.linspace(low, low + 1.5, 8)
+    d = jnp.asarray(np.repeat(sums[:, None] / 10, 10, axis=1), jnp.float32)
+    found = mismatch_metrics(d, jnp.zeros_like(d), jnp.ones(d.shape, bool))
+    weights = np.exp(np.asarray(d, np.float64).sum(axis=1))
+    expected = np.mean(weights) ** 2 / np.mean(weights**2)
+    assert float(found["ess_sequence"]) == pytest.approx(expected, rel=1e-5)
+    row = jnp.asarray(sums[None], jnp.float32)
+    alone = mismatch_metrics(row, jnp.zeros_like(row), jnp.ones(row.shape, bool))
+    assert float(alone["ess_token"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_correction_that_rejects_all_divides_by_no_zero():
+    ones = jnp.ones((2, 3), jnp.float32)
+    with jax.debug_nans(True):
+        made = corrections.correct(
+            corrections.geometric_rejection(), log_ratio=ones, mask=ones.astype(bool)
+        )
+    assert not np.asarray(made.kept).any()
 
 
 def test_a_nan_log_prob_is_seen_by_every_share_and_moment():

@@ -297,6 +297,15 @@ UNTYPED = cast(Any, optimizers)  # takes what a type checker would refuse
             "weight_decay is '0.1'; it must be a number",
         ),
         (lambda: UNTYPED.Decay(multiple="2"), "multiple is '2'; it must be a number"),
+        (lambda: UNTYPED.Decay(period=9, multiple=3.0), "period = 9 is given, so multiple and det"),
+        (
+            lambda: UNTYPED.Rate(1e-3, total_steps=9).schedule_fn(),
+            "have no effect on a constant learning rate",
+        ),
+        (
+            lambda: UNTYPED.Rate(1e-3, 9, "cosine", total_steps=9).schedule_fn(),
+            "warmup_steps = 9 must be below total_steps = 9",
+        ),
     ],
 )
 def test_values_of_another_kind_are_refused(make, message):

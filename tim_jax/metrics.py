@@ -82,6 +82,8 @@ def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> d
         "d": d,
         "abs_d": jnp.abs(d),
         "k3": k3(clipped),
+        "r": r,
+        "r2": jnp.exp(2.0 * clipped),
         "r_less_1": jnp.expm1(clipped),
         "r2_less_1": jnp.expm1(2.0 * clipped),
         "error": jnp.exp(jnp.abs(clipped)),
@@ -104,10 +106,9 @@ def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> d
         "kl_k1": -mean["d"],
         "kl_k3": mean["k3"],
         "chi2_token": mean["r2_less_1"],
-        "ratio_mean": 1.0 + mean["r_less_1"],
-        "ess_token": masked.effective_share(
-            1.0 + mean["r_less_1"], 1.0 + mean["r2_less_1"], least=least, most=most
-        ),
+        "ratio_mean": mean["r"],
+        # Not by 1 + mean(r^2 - 1), which cancels where all ratios are small.
+        "ess_token": masked.effective_share(mean["r"], mean["r2"], least=least, most=most),
         "ratio_min": least,
         "ratio_max": most,
         **masked.quantiles(r, mask, "ratio"),
@@ -123,6 +124,7 @@ def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> d
 def loss_metrics(losses: TokenLosses, mask: jax.Array) -> dict[str, jax.Array]:
     """Returns f32[] of the token losses: shares clipped, the PPO ratio, KL to the reference."""
     ratio, kl = widened(losses.ratio, losses.kl)
+    mask = mask.astype(bool)
     return {
         "clipped_low_share": masked.share(losses.clipped_low, mask),
         "clipped_high_share": masked.share(losses.clipped_high, mask),
@@ -198,6 +200,7 @@ def update_skew(
             f" of {mask.shape} they must be {mask.shape}, and advantages may be {mask.shape[:1]}"
         )
     ppo_ratio, advantages = widened(ppo_ratio, advantages)
+    mask = mask.astype(bool)
     per_token = advantages[:, None] if advantages.ndim == 1 else advantages
     signed = jnp.broadcast_to(per_token, mask.shape)
     contribution = jnp.where(mask, (1.0 - ppo_ratio) * signed, 0.0)
@@ -242,7 +245,8 @@ def entropy(log_distribution: jax.Array) -> jax.Array:
     """Returns f32[...], `-sum_v p log p` (nats) of log-distributions f32[..., V]; -inf is p = 0."""
     [log_distribution] = widened(log_distribution)
     p = jnp.exp(log_distribution)
-    return -jnp.sum(jnp.where(p > 0.0, p * log_distribution, 0.0), axis=-1)
+    # Selected before it is multiplied: the gradient of 0 times -inf is NaN.
+    return -jnp.sum(p * jnp.where(p > 0.0, log_distribution, 0.0), axis=-1)
 
 
 def jensen_shannon(train: jax.Array, rollout: jax.Array) -> jax.Array:
@@ -269,7 +273,11 @@ def gradient_noise_scale(
     From the squared norms f32[] of the mean gradient over `small` samples (averaged over
     micro-batches) and over `big`: `gradient_signal` = |G|^2 and `gradient_noise` = tr(Sigma), both
     unbiased, and `noise_scale` = tr(Sigma) / |G|^2, inf where the signal is not above 0.
+
+    Raises `InputError` unless 0 < small < big.
     """
+    if not 0 < small < big:
+        raise InputError(f"small = {small} must be at least 1, and below big = {big}")
     small_square, big_square = widened(small_square, big_square)
     signal = (big * big_square - small * small_square) / (big - small)
     noise = (small_square - big_square) / (1.0 / small - 1.0 / big)
@@ -322,12 +330,12 @@ def _perplexities(rows, mask) -> dict[str, jax.Array]:
 def _sequence_ratios(sums, mask) -> dict[str, jax.Array]:
     full = jnp.any(mask, axis=1)
     clipped = jnp.clip(sums, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    excess, products = masked.mean(jnp.expm1(2.0 * clipped), full), jnp.exp(clipped)
+    products, squares = jnp.exp(clipped), jnp.exp(2.0 * clipped)
     least, most = (masked.extreme(products, full, function) for function in (jnp.min, jnp.max))
     return {
-        "chi2_sequence": excess,
+        "chi2_sequence": masked.mean(jnp.expm1(2.0 * clipped), full),
         "ess_sequence": masked.effective_share(
-            masked.mean(products, full), 1.0 + excess, least=least, most=most
+            masked.mean(products, full), masked.mean(squares, full), least=least, most=most
         ),
         "sequence_log_ratio_min": masked.extreme(sums, full, jnp.min),
         "sequence_log_ratio_max": masked.extreme(sums, full, jnp.max),

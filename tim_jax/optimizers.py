@@ -50,6 +50,7 @@ class Rate:
     def schedule_fn(self) -> optax.Schedule:
         """Returns the rate as an optax schedule, from the update (counted from 0) to f32[]."""
         peak, rise_steps = self.learning_rate, self.warmup_steps
+        self._check_end()
         if self.schedule == "constant":
             after = optax.constant_schedule(peak)
         elif self.total_steps is None:
@@ -66,6 +67,19 @@ class Rate:
         # Update 0 already moves: a rise that starts at exactly 0 would waste a rollout.
         return optax.join_schedules([lambda step: rise(step + 1), after], [rise_steps])
 
+    def _check_end(self) -> None:
+        """Refuses what would have no effect."""
+        total, share = self.total_steps, self.final_share
+        if self.schedule == "constant" and (total is not None or share):
+            raise InputError(
+                f"Rate: total_steps = {total} and final_share = {share} have no effect on a"
+                " constant learning rate; set schedule too"
+            )
+        if total is not None and self.warmup_steps >= total:
+            raise InputError(
+                f"Rate: warmup_steps = {self.warmup_steps} must be below total_steps = {total}"
+            )
+
 
 @dataclass(frozen=True)
 class Decay:
@@ -78,6 +92,12 @@ class Decay:
 
     def __post_init__(self) -> None:
         check_kinds(self)
+        unread = self.multiple != Decay.multiple or self.detector is not None
+        if self.period is not None and unread:
+            raise InputError(
+                f"Decay: period = {self.period} is given, so multiple and detector, which find one,"
+                " have no effect; leave them out"
+            )
 
     def transform(self) -> optax.GradientTransformationExtraArgs:
         """Returns the decay as an optax transform for the end of a chain."""

@@ -154,6 +154,22 @@ def test_gspo_is_its_sequence_form_until_coefficients_differ_within_a_row():
     np.testing.assert_allclose(gradient(uneven), uneven * plain, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("as_numbers", [lambda mask: 2 * mask.astype(np.int32), np.float32])
+def test_a_mask_of_numbers_is_one_of_bools(as_numbers):
+    """Such as the numbers of turns, or what a data loader pads with floats."""
+    log_probs, old, advantages, mask = batch(seed=4)
+    objective = Objective(loss="clip", aggregation="sequence_mean_token_mean")
+
+    def gradient(mask):
+        def total(x):
+            losses = objective.token_losses(x, old, jnp.asarray(advantages), mask=mask, kept=mask)
+            return jnp.sum(objective.token_weights(mask, mask) * losses.loss)
+
+        return np.asarray(jax.grad(total)(log_probs))
+
+    assert np.array_equal(gradient(as_numbers(np.asarray(mask))), gradient(jnp.asarray(mask)))
+
+
 @pytest.mark.parametrize("loss", ["reinforce", "clip", "gspo", "gspo_token"])
 def test_nan_off_the_mask_changes_nothing(loss):
     log_probs, old, advantages, mask = batch(seed=4)

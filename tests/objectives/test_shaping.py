@@ -30,6 +30,8 @@ def test_overlong_penalty_matches_the_definition(longest, data):
     np.testing.assert_allclose(found, expected, rtol=2e-7)
     assert np.all(found[lengths >= longest] == -1.0)
     assert not np.any(found[lengths <= longest - cache])
+    unsigned = overlong_penalty(jnp.asarray(lengths, jnp.uint32), longest=longest, cache=cache)
+    assert np.array_equal(np.asarray(unsigned), found)
 
 
 @pytest.mark.parametrize("rows", [1, 8])

@@ -52,7 +52,10 @@ def layout_of(segment_ids: jax.Array, segments: int | None, mask: jax.Array) -> 
 
 
 def unpack(x: jax.Array, at: Layout) -> jax.Array:
-    """[N] -> [segments, N], 0 where there is no token; an array [segments] stays as it is."""
+    """[N] -> [segments, N], 0 where there is no token; an array [segments] stays as it is.
+
+    Where `segments` is N, an array [N] has one number a token.
+    """
     if x.shape == (at.segments,) and x.shape != at.row.shape:
         return x
     if x.shape != at.row.shape:
@@ -226,14 +229,15 @@ def correction_metrics(
     `Corrected`) also `removed_share`, the tokens that rejections took out of the loss.
     """
     [coefficients] = widened(whole(coefficients))
-    mask = whole(mask)
+    mask = whole(mask).astype(bool)
     coefficients = jnp.where(mask, coefficients, 0.0)
     zero = mask & (coefficients == 0.0)
     full = jnp.any(mask, axis=1)
     rejected = full & ~jnp.any(mask & ~zero, axis=1)
     mean = masked.mean(coefficients, mask)
     spread = masked.mean(jnp.square(coefficients - mean), mask)
-    removed = {} if kept is None else {"removed_share": masked.share(mask & ~whole(kept), mask)}
+    lost = None if kept is None else mask & ~whole(kept).astype(bool)
+    removed = {} if lost is None else {"removed_share": masked.share(lost, mask)}
     least, most = (masked.extreme(coefficients, mask, f) for f in (jnp.min, jnp.max))
     return {
         "zero_share": masked.share(zero, mask),

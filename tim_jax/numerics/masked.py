@@ -52,8 +52,9 @@ def effective_share(
     them; 0 where all are 0; NaN where one is NaN.
     """
     equal = (least == most) & (least > 0.0)
-    share = jnp.minimum(jnp.square(mean) / jnp.maximum(mean_square, 1e-38), 1.0)
-    return jnp.where(equal, 1.0, jnp.where(mean_square == 0.0, 0.0, share))
+    nothing = mean_square == 0.0
+    share = jnp.minimum(jnp.square(mean) / jnp.where(nothing, 1.0, mean_square), 1.0)
+    return jnp.where(equal, 1.0, jnp.where(nothing, 0.0, share))
 
 
 def extreme(values: jax.Array, mask: jax.Array, function: Callable) -> jax.Array:

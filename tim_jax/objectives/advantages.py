@@ -141,6 +141,7 @@ def advantages(
     wide = strict.widened(rewards, token_rewards, greedy_rewards, energies, log_ratio)
     rewards, token_rewards, greedy_rewards, energies, log_ratio = wide
     groups = _groups(rewards, samples)
+    mask = None if mask is None else mask.astype(bool)
     given = {"mask": mask, "token_rewards": token_rewards, "greedy_rewards": greedy_rewards}
     given |= {"energies": energies, "log_ratio": log_ratio}
     _check_given(estimator, groups.shape, given)

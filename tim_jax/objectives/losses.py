@@ -46,13 +46,14 @@ class PolicyLoss(NamedTuple):
 def _of_wide_arrays(function: Callable) -> Callable:
     """Decorates a loss or selection, which is then given log-probs and advantages `widened`.
 
-    So log-probs of 16 bits have ratios of float32, and those of float64 have float64's.
+    So log-probs of 16 bits have ratios of float32, and those of float64 have float64's. A mask of
+    numbers becomes one of bools.
     """
 
     @functools.wraps(function)
     def of_any(log_probs, old_log_probs, advantages, mask, **options):
         wide = widened(log_probs, old_log_probs, advantages)
-        return function(*wide, mask, **options)
+        return function(*wide, mask.astype(bool), **options)
 
     return of_any
 

@@ -75,7 +75,8 @@ def token_weights(
     check_aggregation(aggregation, max_length)
     check_choice("denominator", denominator, get_args(Denominator))
     check_tokens({"mask": mask, "kept": kept}, mask.shape)
-    kept = mask if kept is None else mask & kept
+    mask = mask.astype(bool)
+    kept = mask if kept is None else mask & kept.astype(bool)
 
     def lengths_of(mask: jax.Array) -> jax.Array:
         lengths = row_count(mask)
@@ -358,7 +359,7 @@ class Objective:
 
         The arrays must be those of the whole update batch.
         """
-        advantages = _token_advantages(advantages, mask.shape)
+        advantages, mask = _token_advantages(advantages, mask.shape), mask.astype(bool)
         log_probs, old = (jnp.where(mask, x, 0.0) for x in (log_probs, old_log_probs))
         find = losses.SELECTIONS[self.loss]
         return find(log_probs, old, advantages, mask, **self.options)
@@ -402,10 +403,11 @@ class Objective:
         rest = coefficients, reference_log_probs, entropy, balance
         log_probs, old, advantages, *rest = widened(log_probs, old_log_probs, advantages, *rest)
         coefficients, reference_log_probs, entropy, balance = rest
+        mask = mask.astype(bool)
         advantages = jax.lax.stop_gradient(_token_advantages(advantages, mask.shape))
         log_probs = jnp.where(mask, log_probs, 0.0)
         old = jax.lax.stop_gradient(jnp.where(mask, old, 0.0))
-        counted = mask if kept is None else mask & kept
+        counted = mask if kept is None else mask & kept.astype(bool)
         policy = losses.policy_loss(
             self.loss, log_probs, old, advantages, counted, self.options, selected=selected
         )

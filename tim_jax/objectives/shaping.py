@@ -80,6 +80,7 @@ def overlong_penalty(lengths: jax.Array, *, longest: int, cache: int) -> jax.Arr
     """
     if not 1 <= cache <= longest:
         raise InputError(f"cache is {cache}; it must lie in [1, longest], which is [1, {longest}]")
+    lengths = lengths.astype(jnp.int32)  # unsigned ones would not go below 0
     beyond = (longest - cache - lengths).astype(jnp.float32)
     # Most programs compile a quotient by a constant as this product, but not all. The select at the
     # end keeps the product from fusing with the reward's sum, and makes -1 exact.

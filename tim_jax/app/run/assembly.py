@@ -101,7 +101,8 @@ def make_optimizer(
     section: Optimizer, *, steps: int, max_tokens: int
 ) -> optax.GradientTransformationExtraArgs:
     """The chain of a run with this many updates and responses of at most this length."""
-    own = part(optimizers.AdamW, section, total_steps=section.total_steps or steps)
+    end = None if section.schedule == "constant" else section.total_steps or steps
+    own = part(optimizers.AdamW, section, total_steps=end)
     chain = own.transform(section.length_decay.value(max_tokens))
     return chain if section.loss_scale is None else section.loss_scale.transform(chain)
 
