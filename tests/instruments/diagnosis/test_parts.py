@@ -147,6 +147,18 @@ def test_a_part_that_nothing_explains_is_a_fault_and_listed(count):
     assert f"of {count} token{'s' * (count > 1)}" in text
 
 
+def test_a_tail_of_tokens_that_are_all_off_is_no_part():
+    places = some_places(5)
+    found = diagnosed(changed(noisy(0.3), places, lambda x: x - 9))
+    assert parts.outside(found.tokens, found.tokens.evidence.exact).any()
+    assert (found.state, found.best, found.part) == ("fault", None, None)
+    sentence = records.sentence(found)
+    assert "a difference of this size that no known cause explains" in sentence
+    others = diagnosed(changed(noisy(), places, lambda x: x - 9)).part
+    assert others is not None
+    assert len(others.places) == 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.02, 0.3])
 def test_noise_of_no_known_cause_is_never_explained(scale):

@@ -333,9 +333,23 @@ def _decide(
     if best is not None and fault:
         part = parts.part_of(best.tokens, best.touched) if best.local else None
     elif state == "fault":
-        part = parts.part_of(tokens, parts.outside(tokens, base.predicted))
+        part = _bad_part(tokens, base, judged)
     first = _first(best, tokens, base, part) if state == "fault" else None
     return Verdict(state, tokens, tuple(judged), best, second, first, sizes, half, part)
+
+
+def _bad_part(tokens: Tokens, base: Explanation, judged: Sequence[Judged]) -> Part | None:
+    """The tokens outside of the noise, if the others are as those of a sound engine.
+
+    Where all are off, the noise is fitted to them, and only the tail of the gap is outside of it.
+    """
+    part = parts.part_of(tokens, parts.outside(tokens, base.predicted))
+    if part is None:
+        return None
+    sizes = sizes_of(np.delete(tokens.recorded - base.predicted, part.places))
+    total = len(tokens.sequence) - len(part.places)
+    sound = not abnormal(sizes) or _half_precision(judged, sizes, total) is not None
+    return part if sound else None
 
 
 def _best(judged: Sequence[Judged], *, coarse: bool = False) -> Judged | None:
