@@ -32,7 +32,7 @@ class Diagnosis:
 
     @property
     def normal(self) -> bool:
-        """False for a fault: the command then ends with status 1."""
+        """False for a fault, or if undecided: the command then ends with status 1."""
         return self.verdict.normal
 
     @cached_property

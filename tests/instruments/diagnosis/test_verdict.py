@@ -539,6 +539,23 @@ def test_unexplained_and_larger_than_numerics_is_a_fault_at_its_first_token():
     assert (found.first.where, found.first.position) == ("row 21", 0)
 
 
+def test_a_few_tokens_of_a_gap_are_undecided_and_fit_no_parameter():
+    uncertain = [row for row in sampled() if row["logprobs"][0] < -0.3]
+    for count in (1, 2, 3):
+        for row in uncertain[:4]:
+            cut = {name: row[name][:count] for name in ("response_token_ids", "logprobs")}
+            few = with_log_probs([row | cut | {"finish_reason": "length"}], lambda x: x + 0.04)
+            found = diagnosed(few)
+            assert (found.state, found.best) == ("undecided", None), records.sentence(found)
+            assert not found.normal
+    assert "3 tokens are too few to tell numerics" in records.sentence(found)
+    far = diagnosed([uncertain[0] | cut | {"logprobs": [-9.0] * 3}])
+    assert far.state == "fault"  # the largest of a few tokens is not above the normal by chance
+    one = diagnosed([uncertain[0] | {"response_token_ids": [7], "logprobs": [0.0]}])
+    assert "pad_mask" not in {x.explanation.name for x in one.judged}
+    assert diagnosed(sampled(0.6)[:8]).state == "fault"  # some fifty tokens are enough
+
+
 @pytest.mark.slow
 def test_draws_alone_do_not_explain_a_gap_that_is_not_normal():
     rng = np.random.default_rng(0)

@@ -37,6 +37,7 @@ _TEMPERATURE_WITHIN = 1e-9
 _AT_END = 1e-4  # of a log-temperature: at an end of what is fitted, it may lie beyond
 _FITTED = 4096  # tokens that parameters are fitted on
 _ODD, _LEAST_ODD = 5.0, 0.01  # times the median row's mean |d|, and nats, of a row that is odd
+_LEAST_LEFT_OUT = 3  # tokens that are all that equal one, and left out
 _MOST_PADDING = 4096  # rows of padding in a vocabulary
 LEAST_MOVE = 1e-4  # nats; less is what interpolation makes of the same log-prob
 _TOP_K = (1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128)
@@ -506,7 +507,7 @@ def _masks(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
     zero = (tokens.recorded == 0) & (base.predicted < -1e-3)
     padding = _padding(tokens)
     for left_out in (tokens.hidden & ~padding, zero):
-        if not left_out.any():
+        if left_out.sum() < _LEAST_LEFT_OUT:
             continue
         names, counts = np.unique(ids[left_out], return_counts=True)
         token = names[np.argmax(counts)]

@@ -44,17 +44,17 @@ def as_record(
 ) -> dict[str, Any]:
     """Everything that a report says, as plain values.
 
-    Keys: `state` ("exact", "numerics", "fault"), `verdict` (a sentence), `sizes`, `normal`,
-    `explanation` and `remains` (None without one), `half_precision` (None if the differences are
-    more than twice those that it makes on this model), `first` (the first token that shows a
-    fault), `part` (of a fault that touches less than half of the tokens: its `rows`, `positions` in
-    them, and the sizes of the `others`; else None), `routing` (of a mixture whose experts were
-    recorded: `agreement` of each layer, the `share` of the gap that is due to them, and what then
-    `remains`), `versions` (of the weights, with their rows and sizes), `turns` (episodes of several
-    turns that do not hold what was drawn: the fields of `turns.Break` and `turns.Broken`),
-    `explanations` (all that were tried, the most likely first), `metrics` and `profiles` (of
-    `tim_jax.metrics`, and `by_length`), `worst` tokens, `assumed` (what no row says, and the option
-    for it), `warnings`.
+    Keys: `state` ("exact", "numerics", "undecided", "fault"), `verdict` (a sentence), `sizes`,
+    `normal`, `explanation` and `remains` (None without one), `half_precision` (None if the
+    differences are more than twice those that it makes on this model), `first` (the first token
+    that shows a fault), `part` (of a fault that touches less than half of the tokens: its `rows`,
+    `positions` in them, and the sizes of the `others`; else None), `routing` (of a mixture whose
+    experts were recorded: `agreement` of each layer, the `share` of the gap that is due to them,
+    and what then `remains`), `versions` (of the weights, with their rows and sizes), `turns`
+    (episodes of several turns that do not hold what was drawn: the fields of `turns.Break` and
+    `turns.Broken`), `explanations` (all that were tried, the most likely first), `metrics` and
+    `profiles` (of `tim_jax.metrics`, and `by_length`), `worst` tokens, `assumed` (what no row says,
+    and the option for it), `warnings`.
     """
     tokens = verdict.tokens
     columns = _columns(tokens)
@@ -103,6 +103,10 @@ def sentence(verdict: Verdict) -> str:
             what = half.explanation.text.removeprefix(variants.LOW)
             where = f"for this model ({half.scale:.1f} times that of {what})"
         return f"This is numerics, of a size normal {where}: {size}{source}."
+    if verdict.state == "undecided":
+        count = int((~verdict.tokens.hidden).sum())
+        few = f"{_count(count, 'token')} {'is' if count == 1 else 'are'} too few"
+        return f"Undecided: {few} to tell numerics of this size from a fault ({size})."
     is_fault = best is not None and best.explanation.kind == "fault"
     cause = best.explanation.text if best is not None and is_fault else ""
     if broken := sum(one.fault for one in verdict.breaks):
@@ -129,7 +133,7 @@ def text(record: dict[str, Any]) -> str:
     """The record for a terminal."""
     lines = [
         record["verdict"],
-        f"{record['tokens']:,} tokens of {record['responses']:,} responses:"
+        f"{_count(record['tokens'], 'token')} of {_count(record['responses'], 'response')}:"
         f" {_sizes(record['sizes'])}"
         f" (normal: up to {NORMAL_MEAN:g}, {NORMAL_LARGEST:g} and {NORMAL_K3:g})",
     ]
@@ -339,7 +343,7 @@ def _bins(edges, counts, means) -> list[dict[str, float]]:
 
 _STYLE = """
 .fault, .numerics, .exact { border-left: 6px solid #1b7f3b; padding-left: 1rem; }
-.fault { border-color: #b3261e; } table { width: 100%; }
+.fault { border-color: #b3261e; } .undecided { border-color: #b58900; } table { width: 100%; }
 td, th { text-align: right; } td:first-child, th:first-child { text-align: left; }
 .bar { background: #4a7ebb; height: .7rem; display: inline-block; }
 """

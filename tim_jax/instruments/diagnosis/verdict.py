@@ -70,13 +70,16 @@ _NEAR = 0.5  # of the likeliest one's gain: less on a few rows is not promising
 _MOST = 0.9  # of the gap: what explains more of it leaves nothing to other low precision
 # A gap this many times smaller than that of float16 is of no low precision that is known here.
 _SMALLER = 20.0
+# Fewer tokens may have sizes above the normal by chance: those of one row of a sound engine do.
+_ENOUGH = 32
+_OF_A_PARAMETER = 8  # tokens that a fitted number needs: it explains as many by itself
 _WEIGHTS = [x for x in variants.SOURCES if x.kind == "weights" and not x.draws]
 _OF_ALL_LAYERS = 0.3  # of the gap, explained by all layers: less does not tell some of them
 _OF_A_LAYER = 20  # tokens by which it is told, at least
 _HIDDEN = 2  # roundings of all layers that are tried in some, though they do not go with the gap
 
 
-State = Literal["exact", "numerics", "fault"]
+State = Literal["exact", "numerics", "undecided", "fault"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ class Verdict:
     """What a diagnosis found.
 
     Attributes:
-        state: "exact", "numerics" (differences of a normal size) or "fault".
+        state: "exact", "numerics" (differences of a normal size), "fault", or "undecided" (larger
+            ones, of too few tokens to tell).
         judged: the explanations that were tried, the most likely first; the null is not among them.
         best: the one that is taken, or None.
         second: what explains most of what it leaves, or None.
@@ -123,8 +127,8 @@ class Verdict:
 
     @property
     def normal(self) -> bool:
-        """False for a fault."""
-        return self.state != "fault"
+        """False for a fault, and where too few tokens leave it undecided."""
+        return self.state in ("exact", "numerics")
 
     def __repr__(self) -> str:
         best = "nothing" if self.best is None else self.best.explanation.name
@@ -320,14 +324,16 @@ def _decide(
     coarse = abnormal(sizes)
     half = _half_precision(judged, sizes, len(tokens.sequence))
     unusual = coarse and half is None
-    known = [one for one in judged if one.gain > DECISIVE and material(one)]
+    known = [x for x in judged if x.gain > DECISIVE and material(x) and _of_enough(x)]
     if unusual:  # draws do not explain the gap, and what does may move them
         known = [one for one in known if one.moves or not one.of_draws]
     best = _best(known, coarse=coarse)
     fault = best is not None and best.explanation.kind == "fault"
     state: State = "numerics" if sizes["largest"] > 0 else "exact"
     if fault or unusual:
-        state = "fault"
+        # By chance, sizes of few tokens are large; the largest of few is not.
+        few = int((~tokens.hidden).sum()) < _ENOUGH and sizes["largest"] <= NORMAL_LARGEST
+        state = "fault" if fault or not few else "undecided"
     second = _second(best, judged) if best is not None and fault else None
     part = None
     if best is not None and fault:
@@ -336,6 +342,12 @@ def _decide(
         part = _bad_part(tokens, base, judged)
     first = _first(best, tokens, base, part) if state == "fault" else None
     return Verdict(state, tokens, tuple(judged), best, second, first, sizes, half, part)
+
+
+def _of_enough(judged: Judged) -> bool:
+    """Whether an explanation is of many more tokens than the numbers that it fits."""
+    shown = judged.touched if judged.moves else judged.tokens.shows_draw
+    return int(shown.sum()) >= _OF_A_PARAMETER * len(judged.explanation.parameters)
 
 
 def _bad_part(tokens: Tokens, base: Explanation, judged: Sequence[Judged]) -> Part | None:
