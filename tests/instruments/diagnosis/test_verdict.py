@@ -476,6 +476,7 @@ FAULTS = [
     ("pad_mask", lambda: padded(sampled()), {}),
     ("pad_mask", lambda: zeroed(sampled()), {}),
     ("first_tokens", lambda: firsts(sampled()), {}),
+    ("log_base", lambda: with_log_probs(sampled(), lambda x: x / np.log(10)), {}),
     ("padded_vocabulary", lambda: of_wider_vocabulary(sampled()), {"rows": 9}),
 ]
 
@@ -540,20 +541,51 @@ def test_unexplained_and_larger_than_numerics_is_a_fault_at_its_first_token():
 
 
 def test_a_few_tokens_of_a_gap_are_undecided_and_fit_no_parameter():
-    uncertain = [row for row in sampled() if row["logprobs"][0] < -0.3]
-    for count in (1, 2, 3):
+    longer = (row for row in sampled() if len(row["logprobs"]) > 2)
+    uncertain = [row for row in longer if row["logprobs"][0] < -0.3]
+
+    def first(row, count):
+        cut = {name: row[name][:count] for name in ("response_token_ids", "logprobs")}
+        return row | cut | {"finish_reason": "length"}
+
+    for count, said in ((1, "1 token is"), (2, "2 tokens are"), (3, "3 tokens are")):
         for row in uncertain[:4]:
-            cut = {name: row[name][:count] for name in ("response_token_ids", "logprobs")}
-            few = with_log_probs([row | cut | {"finish_reason": "length"}], lambda x: x + 0.04)
-            found = diagnosed(few)
+            found = diagnosed(with_log_probs([first(row, count)], lambda x: x + 0.04))
             assert (found.state, found.best) == ("undecided", None), records.sentence(found)
             assert not found.normal
-    assert "3 tokens are too few to tell numerics" in records.sentence(found)
-    far = diagnosed([uncertain[0] | cut | {"logprobs": [-9.0] * 3}])
+            assert f"Undecided: {said} too few to tell" in records.sentence(found)
+    far = diagnosed([first(uncertain[0], 3) | {"logprobs": [-9.0] * 3}])
     assert far.state == "fault"  # the largest of a few tokens is not above the normal by chance
     one = diagnosed([uncertain[0] | {"response_token_ids": [7], "logprobs": [0.0]}])
     assert "pad_mask" not in {x.explanation.name for x in one.judged}
     assert diagnosed(sampled(0.6)[:8]).state == "fault"  # some fifty tokens are enough
+
+
+def test_what_leaves_more_than_numerics_is_said_to_be_nearest():
+    rng = np.random.default_rng(0)
+
+    def off(x):
+        return x + 0.15 * rng.standard_normal(len(x))
+
+    found = diagnosed(with_log_probs(sampled(0.6), off))
+    assert best_of(found).explanation.name in ("temperature", "recorded_temperature")
+    assert found.nearest
+    sentence = records.sentence(found)
+    assert sentence.startswith("This is a fault that no known cause explains; nearest is: ")
+    assert sentence.endswith(f"explains {100 * best_of(found).share:.0f}% of the gap.")
+    sound = diagnosed(with_log_probs(sampled(0.6), lambda x: x + 0.01 * rng.normal(size=len(x))))
+    assert not sound.nearest
+    # Half precision that makes as much as is left.
+    name, left = verdict.HALF_PRECISION[0], best_of(found).residual
+    exact = found.tokens.evidence.exact
+    half = explanations.Explanation(name, name, "numerics", exact + left, np.zeros(len(left)))
+    half = verdict.judge(half, found.tokens, explanations.null(found.tokens))
+    assert not verdict._is_nearest(best_of(found), [half])
+    # A fault of a part says nothing of the others.
+    part = with_log_probs(sampled(), off)
+    for i, row in enumerate(part):
+        row["logprobs"] = [-9999.0 if i % 9 == 0 else row["logprobs"][0], *row["logprobs"][1:]]
+    assert records.sentence(diagnosed(part)).endswith("a sentinel, where none was recorded.")
 
 
 @pytest.mark.slow

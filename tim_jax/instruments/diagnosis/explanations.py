@@ -347,6 +347,10 @@ def reporting(tokens: Tokens) -> Iterator[Explanation]:
             yield from _temperatures(tokens, some)
             yield from _truncations(tokens, some)
             yield from _padded(tokens, some)
+    for number in (2, 10):
+        predicted = base.predicted / np.log(number)
+        text = f"the log-probs are logarithms to base {number}, not natural ones"
+        yield base.as_fault("log_base", text, predicted=predicted)
     yield from _shifted(tokens, base)
     yield from _masks(tokens, base)
     yield from _cut(tokens, base)

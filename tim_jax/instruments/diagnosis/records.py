@@ -45,16 +45,17 @@ def as_record(
     """Everything that a report says, as plain values.
 
     Keys: `state` ("exact", "numerics", "undecided", "fault"), `verdict` (a sentence), `sizes`,
-    `normal`, `explanation` and `remains` (None without one), `half_precision` (None if the
-    differences are more than twice those that it makes on this model), `first` (the first token
-    that shows a fault), `part` (of a fault that touches less than half of the tokens: its `rows`,
-    `positions` in them, and the sizes of the `others`; else None), `routing` (of a mixture whose
-    experts were recorded: `agreement` of each layer, the `share` of the gap that is due to them,
-    and what then `remains`), `versions` (of the weights, with their rows and sizes), `turns`
-    (episodes of several turns that do not hold what was drawn: the fields of `turns.Break` and
-    `turns.Broken`), `explanations` (all that were tried, the most likely first), `metrics` and
-    `profiles` (of `tim_jax.metrics`, and `by_length`), `worst` tokens, `assumed` (what no row says,
-    and the option for it), `warnings`.
+    `normal`, `explanation` and `remains` (None without one), `nearest` (whether what remains is no
+    numerics either, so that the explanation is not the cause, or not the only one),
+    `half_precision` (None if the differences are more than twice those that it makes on this
+    model), `first` (the first token that shows a fault), `part` (of a fault that touches less than
+    half of the tokens: its `rows`, `positions` in them, and the sizes of the `others`; else None),
+    `routing` (of a mixture whose experts were recorded: `agreement` of each layer, the `share` of
+    the gap that is due to them, and what then `remains`), `versions` (of the weights, with their
+    rows and sizes), `turns` (episodes of several turns that do not hold what was drawn: the fields
+    of `turns.Break` and `turns.Broken`), `explanations` (all that were tried, the most likely
+    first), `metrics` and `profiles` (of `tim_jax.metrics`, and `by_length`), `worst` tokens,
+    `assumed` (what no row says, and the option for it), `warnings`.
     """
     tokens = verdict.tokens
     columns = _columns(tokens)
@@ -70,6 +71,7 @@ def as_record(
         "sizes": verdict.sizes,
         "normal": {"k3": NORMAL_K3, "mean": NORMAL_MEAN, "largest": NORMAL_LARGEST},
         "explanation": None if best is None else _judged(best),
+        "nearest": verdict.nearest,
         "half_precision": None if verdict.half is None else _judged(verdict.half),
         "remains": None if best is None else sizes_of(best.residual),
         "second": None if verdict.second is None else _judged(verdict.second),
@@ -109,12 +111,17 @@ def sentence(verdict: Verdict) -> str:
         return f"Undecided: {few} to tell numerics of this size from a fault ({size})."
     is_fault = best is not None and best.explanation.kind == "fault"
     cause = best.explanation.text if best is not None and is_fault else ""
+    if best is not None and verdict.nearest:
+        cause += f", which explains {100 * best.share:.0f}% of the gap"
+    near = "nearest is: " if verdict.nearest else ""
     if broken := sum(one.fault for one in verdict.breaks):
         return (
             f"This is a fault: {_count(broken, 'episode')} of several turns"
             f" {'does' if broken == 1 else 'do'} not hold what was drawn"
-            f"{f', and: {cause}' if cause else ''}."
+            f"{f', and: {near}{cause}' if cause else ''}."
         )
+    if verdict.nearest:
+        return f"This is a fault that no known cause explains; nearest is: {cause}."
     if cause:
         return f"This is a fault: {cause}."
     if (part := verdict.part) is not None:

@@ -107,6 +107,8 @@ class Verdict:
         first: the first token that shows it, or None.
         half: half precision, of which the differences have about the sizes, or None. Its `scale` is
             by how much they are larger.
+        nearest: whether the fault that is taken leaves a difference that is no numerics either. It
+            is then not the cause, or not the only one.
         part: the bad part of the tokens of a fault, if the others are another matter, or None.
         agreement: f64[L], the share of the recorded experts of each layer that the model takes as
             well, if they are recorded.
@@ -121,6 +123,7 @@ class Verdict:
     first: Place | None
     sizes: dict[str, float]
     half: Judged | None = None
+    nearest: bool = False
     part: Part | None = None
     agreement: np.ndarray | None = None
     breaks: tuple[Broken, ...] = ()
@@ -341,7 +344,17 @@ def _decide(
     elif state == "fault":
         part = _bad_part(tokens, base, judged)
     first = _first(best, tokens, base, part) if state == "fault" else None
-    return Verdict(state, tokens, tuple(judged), best, second, first, sizes, half, part)
+    nearest = best is not None and fault and _is_nearest(best, judged)
+    return Verdict(state, tokens, tuple(judged), best, second, first, sizes, half, nearest, part)
+
+
+def _is_nearest(fault: Judged, judged: Sequence[Judged]) -> bool:
+    """Whether a fault leaves more than a tenth of the gap at its tokens, and that no numerics."""
+    left, total = sizes_of(fault.residual[fault.touched]), int(fault.touched.sum())
+    if not fault.moves or fault.within > _MOST or not abnormal(left):
+        return False
+    half = (x for x in _low_precision(judged) if x.explanation.name in HALF_PRECISION)
+    return not any(_makes(one, left, total, MEAN_FACTOR) for one in half)
 
 
 def _of_enough(judged: Judged) -> bool:
@@ -415,31 +428,35 @@ def _half_precision(judged: Sequence[Judged], sizes: dict[str, float], total: in
     for name, alone in _ALONE.items():
         if _found(alone, judged):
             most[name] = MEAN_FACTOR if name == alone else _OPERANDS_FACTOR
-    made = {
-        one.explanation.name: sizes_of(
-            np.where(
-                one.tokens.hidden, np.nan, one.explanation.predicted - one.tokens.evidence.exact
-            )
-        )
-        for one in judged
-        if one.explanation.kind == "numerics" and one.explanation.sizes is None
-    }
+    own = {one.explanation.name: one for one in _low_precision(judged)}
 
     def fits(one: Judged) -> bool:
         name = one.explanation.name
         if one.explanation.sizes is None or one.scale > most.get(name, 0.0):
             return False
-        # The largest of n draws from tails such as the noise model's grows with the cube root of n,
-        # and is three times as large by chance once in thirty.
-        larger = (total / len(one.tokens.sequence)) ** (1 / 3)
-        largest = _LARGEST_FACTOR * made[name]["largest"] * larger
-        return (
-            sizes["mean"] <= most[name] * made[name]["mean"]
-            and sizes["k3"] <= _K3_FACTOR * made[name]["k3"]
-            and sizes["largest"] <= max(largest, NORMAL_LARGEST)
-        )
+        return _makes(own[name], sizes, total, most[name])
 
     return max(filter(fits, judged), key=lambda one: one.gain, default=None)
+
+
+def _low_precision(judged: Iterable[Judged]) -> list[Judged]:
+    """Low precision judged by the differences that it makes, not by their sizes."""
+    numerics = (one for one in judged if one.explanation.kind == "numerics")
+    return [one for one in numerics if one.explanation.sizes is None]
+
+
+def _makes(one: Judged, sizes: dict[str, float], total: int, factor: float) -> bool:
+    """Whether the mean, K3 and largest of `total` differences are hardly above those of its own."""
+    own = one.explanation.predicted - one.tokens.evidence.exact
+    made = sizes_of(own[~one.tokens.hidden])
+    # The largest of n draws from tails such as the noise model's grows with the cube root of n, and
+    # is three times as large by chance once in thirty.
+    larger = (total / len(one.tokens.sequence)) ** (1 / 3)
+    return (
+        sizes["mean"] <= factor * made["mean"]
+        and sizes["k3"] <= _K3_FACTOR * made["k3"]
+        and sizes["largest"] <= max(_LARGEST_FACTOR * made["largest"] * larger, NORMAL_LARGEST)
+    )
 
 
 def _some_rows(tokens: Tokens, wanted: int) -> Tokens:
