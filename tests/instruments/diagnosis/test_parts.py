@@ -90,6 +90,17 @@ def test_on_a_coarse_grid_values_recur_and_are_no_sentinels():
     assert listed(records.as_record(found, decode)) == places
 
 
+@pytest.mark.parametrize("least", [-2.0, -3.3])
+def test_log_probs_that_are_clipped_are_no_sentinels(least):
+    found = diagnosed(with_log_probs(noisy(), lambda x: np.maximum(x, least)))
+    assert best_of(found).explanation.name == "clipped"
+    assert best_of(found).share > 0.9
+    assert f"log-probs are clipped at {least:g}, as " in records.sentence(found)
+    # A sentinel below all log-probs is none: it stands for likely tokens too.
+    found = diagnosed(changed(noisy(), some_places(20), lambda _: -50.0))
+    assert best_of(found).explanation.name == "sentinel"
+
+
 def test_rows_that_hold_the_log_probs_of_another_row_are_named_and_listed():
     rows = noisy()
     lengths = [len(row["logprobs"]) for row in rows]

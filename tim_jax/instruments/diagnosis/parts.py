@@ -73,7 +73,12 @@ def outside(tokens: Tokens, predicted: np.ndarray) -> np.ndarray:
 
 def of_tokens(tokens: Tokens, base: Explanation) -> list[Explanation]:
     """What goes wrong in a part of the tokens or rows, and needs no other forward."""
-    found = (_sentinels(tokens, base), _other_rows(tokens, base), _version(tokens, base))
+    found = (
+        _sentinels(tokens, base),
+        _clipped(tokens, base),
+        _other_rows(tokens, base),
+        _version(tokens, base),
+    )
     return [one for one in found if one is not None]
 
 
@@ -159,6 +164,22 @@ def _sentinels(tokens: Tokens, base: Explanation) -> Explanation | None:
         predicted=np.where(wrong, recorded, exact),
         structure=_choice(wrong[~tokens.hidden]) - float(np.log(len(values)) * len(values)),
         shows=np.flatnonzero(wrong),
+    )
+
+
+def _clipped(tokens: Tokens, base: Explanation) -> Explanation | None:
+    """Log-probs of which none is below some number, at which all recur that would be."""
+    recorded, exact = tokens.recorded, base.predicted
+    least = float(np.nanmin(recorded))
+    same = recorded == least
+    if least > _ZERO_BELOW or same.sum() < _RECURS or (exact[same] > least + _APART).any():
+        return None  # at zero none was recorded
+    return base.as_fault(
+        "clipped",
+        f"log-probs are clipped at {least:.7g}, as {same.sum()} of them are",
+        predicted=np.maximum(exact, least),
+        parameters={"least": least},
+        shows=np.flatnonzero(same & (exact < least - _APART)),
     )
 
 
