@@ -702,6 +702,14 @@ def test_what_explains_less_than_a_twentieth_of_the_gap_is_never_named(kind, loc
     assert not verdict.material(replace(one, remains=0.951))
 
 
+def test_k3_is_never_negative_and_as_defined_where_ratios_are_small():
+    for d in (-1e30, -9999.0, -20.0, -1.0, -3e-8, 0.0, 1e-8, 3.0, 50.0, 1e30):
+        assert explanations.sizes_of(np.asarray([d]))["k3"] >= 0
+    d = np.asarray([-3.0, 0.1, 30.0])
+    wanted = (np.exp(-d) - 1 + d).mean()
+    assert explanations.sizes_of(d)["k3"] == pytest.approx(wanted, rel=1e-12)
+
+
 def low_precision(name, made, *, scale):
     """Low precision judged by the sizes of its differences, and by the differences themselves."""
     count = len(made)

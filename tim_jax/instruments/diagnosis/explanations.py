@@ -286,11 +286,11 @@ def sizes_of(d: np.ndarray) -> dict[str, float]:
     d = d[~np.isnan(d)]
     if not d.size:
         return {"mean": 0.0, "largest": 0.0, "k3": 0.0}
-    ratio = np.exp(np.clip(-d, -20, 20))
+    inside = np.maximum(d, -20)  # in both terms, as K3 is else negative where the ratio is cut
     return {
         "mean": float(np.abs(d).mean()),
         "largest": float(np.abs(d).max()),
-        "k3": float((ratio - 1 + d).mean()),
+        "k3": float((np.expm1(-inside) + inside).mean()),
     }
 
 
