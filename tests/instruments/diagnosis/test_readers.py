@@ -133,9 +133,10 @@ TUNIX = {
         ("vllm", CHAT),
         ("vllm", REQUEST_OUTPUT),
         ("sglang", SGLANG),
-        ("sglang", SGLANG | {"input_ids": PROMPT}),
+        ("sglang", SGLANG | {"input_ids": PROMPT, "output_ids": TOKENS}),
         ("verl", {name: x[0] for name, x in VERL.items()}),
         ("trl", TRL_LIKELIEST),
+        ("trl", TRL_LIKELIEST | {"logprobs": [[[-0.5], [-1.25]]], "logprob_token_ids": None}),
         ("tunix", TUNIX),
     ],
 )
@@ -187,6 +188,11 @@ def test_completions_of_one_prompt_follow_it():
         (TRL | {"tool_mask": [[1, 1, 1]] * 2}, "tool_mask has 3 places for 2 tokens"),
         (TRL | {"prompt_mask": [[1, 1]] * 2}, "prompt_mask has 2 places for 3 tokens"),
         (TRL | {"weights_version": [1]}, "weights_version has 1 sequences, but prompt_ids has 2"),
+        (
+            TRL_LIKELIEST | {"logprob_token_ids": None},
+            "logprobs has several a token, so logprob_token_ids must as well",
+        ),
+        (SGLANG | {"output_ids": [8, 3]}, "output_ids are other tokens than those of output_token"),
         (VERL | {"responses": VERL["responses"][:1]}, "responses has 1 sequences, but prompts has"),
         (TUNIX | {"tokens": TUNIX["tokens"] * 2}, "tokens has 2 sequences, but left_padded_prompt"),
         (VERL | {"response_mask": [[1, 1]] * 2}, "response_mask has 2 places; it must have the"),

@@ -36,9 +36,8 @@ NAMES = {
     "prompt_token_ids": ("prompt_ids", "prompt_tokens", "query_ids", "query_token_ids"),
     "response_token_ids": (
         *("response_ids", "response_tokens", "completion_ids", "completion_token_ids"),
-        *("completion_tokens",),
-        *("output_ids", "output_token_ids", "output_tokens", "generated_ids"),
-        *("generated_token_ids", "token_ids"),
+        *("completion_tokens", "output_ids", "output_token_ids", "output_tokens"),
+        *("generated_ids", "generated_token_ids", "token_ids"),
     ),
     "logprobs": (
         *("log_probs", "logps", "token_logprobs", "response_logprobs", "response_log_probs"),
@@ -246,6 +245,9 @@ def sglang(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     triples = meta.get("output_token_logprobs")
     if triples is None:
         raise InputError("meta_info has no output_token_logprobs; ask with return_logprob=true")
+    ids, drawn = [triple[1] for triple in triples], values.get("output_ids")
+    if isinstance(drawn, list) and drawn != ids:
+        raise InputError("output_ids are other tokens than those of output_token_logprobs")
     prompt = values.get("prompt_token_ids") or values.get("input_ids")
     if prompt is None and meta.get("input_token_logprobs"):
         prompt = [triple[1] for triple in meta["input_token_logprobs"]]
@@ -256,7 +258,7 @@ def sglang(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             )
     yield {
         "prompt_token_ids": prompt,
-        "response_token_ids": [triple[1] for triple in triples],
+        "response_token_ids": ids,
         "logprobs": [triple[0] for triple in triples],
         "text": values.get("text"),
         "prompt": values.get("prompt"),
@@ -339,6 +341,8 @@ def trl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         log_probs, ids = row["logprobs"], row["response_token_ids"]
         if log_probs and isinstance(log_probs[0], Sequence):  # the drawn token among the likeliest
             choices = row.get("logprob_token_ids") or [[token] for token in ids]
+            if [*map(len, log_probs)] != [*map(len, choices)]:
+                raise InputError("logprobs has several a token, so logprob_token_ids must as well")
             log_probs = [
                 of_place[tokens.index(token)]
                 for of_place, tokens, token in zip(log_probs, choices, ids, strict=True)
@@ -498,9 +502,8 @@ def _parquet(path: Path) -> Iterator[Row]:
     try:
         values = parquet.read_table(path).to_pylist()
     except (OSError, ArrowException) as error:
-        raise InputError(
-            f"rollouts {path}: not readable as Parquet: {shown(f'{error}')}"
-        ) from error
+        reason = shown(f"{error}")
+        raise InputError(f"rollouts {path}: not readable as Parquet: {reason}") from error
     yield from (Row(row, f"{path}, row {number}") for number, row in enumerate(values, 1))
 
 
