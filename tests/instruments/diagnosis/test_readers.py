@@ -86,6 +86,13 @@ REQUEST_OUTPUT = {
         }
     ],
 }
+
+
+def output_of(log_probs):
+    """A `RequestOutput` with these log-probs."""
+    return {**REQUEST_OUTPUT, "outputs": [{"token_ids": TOKENS, "logprobs": log_probs}]}
+
+
 SGLANG = {
     "text": "ab",
     "meta_info": {
@@ -474,6 +481,8 @@ def test_each_bad_line_is_named(tmp_path):
         ({"prompt_ids": [1], "completion_ids": [2]}, "TRL's completions table is text alone"),
         ({name: x for name, x in TUNIX.items() if name != "text"}, "add pad_id"),
         ({"choices": 3}, "not in the shape of vllm"),
+        (output_of(None), r"no logprobs; ask with SamplingParams\(logprobs=1\)"),
+        (output_of(LOG_PROBS), "logprobs must map ids at each token; numbers alone are read in"),
         (
             {"prompts": [1], "responses": [2], "rollout_log_probs": [-1.0]},
             "not in the shape of verl: there is no .attention_mask",

@@ -220,11 +220,13 @@ def _top_by_id(top: Any) -> list[dict[str, float]] | None:
 
 def _request_output(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for output in values["outputs"]:
-        ids = output["token_ids"]
-        chosen = [
-            choices[str(token)] if str(token) in choices else choices[token]
-            for choices, token in zip(output["logprobs"], ids, strict=True)
-        ]
+        ids, likeliest = output["token_ids"], output.get("logprobs")
+        if likeliest is None:
+            raise InputError("the output has no logprobs; ask with SamplingParams(logprobs=1)")
+        if not all(isinstance(choices, Mapping) for choices in likeliest):
+            text = "logprobs must map ids at each token; numbers alone are read in rows of"
+            raise InputError(f"{text} prompt_token_ids, response_token_ids and logprobs")
+        chosen = [x[str(t)] if str(t) in x else x[t] for x, t in zip(likeliest, ids, strict=True)]
         yield {
             "prompt_token_ids": values["prompt_token_ids"],
             "response_token_ids": ids,
