@@ -5,6 +5,7 @@ share of the rows or tokens; the others are those of an engine in float16.
 """
 
 import itertools
+import math
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -280,6 +281,14 @@ def shifted(row: Row) -> Row:
     return row | {"logprobs": [*row["logprobs"][1:], row["logprobs"][0]]}
 
 
+def clipped(row: Row) -> Row:
+    return row | {"logprobs": [max(x, -3.0) for x in row["logprobs"]]}
+
+
+def to_base_2(row: Row) -> Row:
+    return row | {"logprobs": [x / math.log(2) for x in row["logprobs"]]}
+
+
 def with_prompt(row: Row, change: Callable[[list[int]], list[int]]) -> Row:
     return row | {"prompt_token_ids": change(row["prompt_token_ids"])}
 
@@ -494,6 +503,8 @@ def faults() -> Iterator[Fault]:
     yield Fault("off by 3 to 9 nats", ("none",), of_values(None), **single)
     yield Fault("another row", ("other_row",), rotated)
     yield Fault("shifted", ("shifted",), each(shifted))
+    yield Fault("clipped at -3", ("clipped",), each(clipped), shares=WHOLE)
+    yield Fault("to base 2", ("log_base",), each(to_base_2), shares=WHOLE)
     temperature = ("temperature", "recorded_temperature")
     yield Fault("temperature 0.6", temperature, None, partial(undeclared, HALF))
     half = {"sampling": HALF, "draw": partial(sound, sampling=HALF)}
