@@ -664,6 +664,19 @@ def test_warm_start_learns_its_pairs_and_leaves_its_input_whole():
     assert np.sqrt(sum(np.sum(leaf**2) for leaf in moved)) > 0.1
 
 
+def test_warm_start_of_one_step():
+    """There is no room for a rise of the learning rate."""
+    run = warm_start.warm_start(
+        tiny.params(CONFIG),
+        iter([demonstrations()]),
+        execution=EXECUTION,
+        learning_rate=1e-2,
+        steps=1,
+    )
+    found = list(run)
+    assert len(found) == 1
+
+
 def first_loss(params, rollout):
     """The mean negative log-prob per token of the parameters, in float64."""
     params, rollout = jax.device_get((params, rollout))

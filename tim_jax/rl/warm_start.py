@@ -57,7 +57,8 @@ def warm_start(
     steps: int,
 ) -> Iterator[tuple[Any, float]]:
     """Yields (params, mean negative log-likelihood per token) after each of `steps` AdamW steps."""
-    rate = optimizers.Rate(learning_rate, max(steps // 10, 1), "cosine", steps)
+    rise = min(max(steps // 10, 1), steps - 1)
+    rate = optimizers.Rate(learning_rate, rise, "cosine", steps)
     chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate.schedule_fn(), b2=0.98))
     optimizer = optimizers.for_dtype(chain, execution.numerics.compute_dtype)
 
