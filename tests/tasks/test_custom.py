@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import tim_jax as tim
 from tim_jax.common.errors import InputError
 from tim_jax.tasks.base import Example, Grade, Message, SharedGrader, state_of
 from tim_jax.tasks.custom import answer_rewards, isolated_task, load_reward, make_task
@@ -179,6 +180,14 @@ def test_a_tasks_grader_may_give_scalars_of_numpy_and_jax(here):
     assert all(type(grade.reward) is float for grade in grades)
     among_processes = SharedGrader(task.grade, 0, 1, lambda text: [text])
     assert among_processes([*task.train] * 4, given) == expected
+
+
+def test_a_function_of_one_row_names_its_arguments_in_their_order():
+    def graded(completion, answer):
+        return 0.0
+
+    with pytest.raises(InputError, match=r"per_item: graded is given \(prompt, completion, answer"):
+        tim.per_item(graded)
 
 
 def test_current_folder_of_a_program_started_elsewhere(here, tmp_path):

@@ -107,7 +107,8 @@ def _check_order(takes: Signature, what: str, given: tuple[str, str, str]) -> No
     """Refuses a function one of whose first parameters has the name of another place."""
     places = [name.rstrip("s") for name in given]
     for place, own in zip(places, takes.parameters, strict=False):
-        if own.rstrip("s") in places and own.rstrip("s") != place:
+        named = own.rstrip("s")
+        if named in places and named != place:
             raise InputError(
                 f"{what} is given ({', '.join(given)}) in this order; it takes {takes}"
             )
@@ -125,7 +126,8 @@ def per_item(function: Callable[[Any, str, Any], Any]) -> Callable[..., list[Any
     if not callable(function):
         raise InputError(f"per_item: give a function, got {shown(function)}")
     if takes := _signature(function):
-        _check_order(takes, f"per_item: {shown(function)}", ("prompt", "completion", "answer"))
+        name = getattr(function, "__name__", shown(function))
+        _check_order(takes, f"per_item: {name}", ("prompt", "completion", "answer"))
 
     @wraps(function)
     def reward(prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[Any]):
