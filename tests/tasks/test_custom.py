@@ -2,6 +2,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -187,7 +188,7 @@ def test_a_function_of_one_row_names_its_arguments_in_their_order():
         return 0.0
 
     with pytest.raises(InputError, match=r"per_item: graded is given \(prompt, completion, answer"):
-        tim.per_item(graded)
+        tim.per_item(cast(Any, graded))
 
 
 def test_current_folder_of_a_program_started_elsewhere(here, tmp_path):
