@@ -32,10 +32,10 @@ from tim_jax.instruments.diagnosis.explanations import Tokens
 from tim_jax.instruments.diagnosis.rollouts import Limits, collect
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.execution import Execution, Sampling
+from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.numerics import Numerics
 from tim_jax.numerics import Rows as RowTiles
-from tim_jax.policy import scoring
+from tim_jax.policy import distribution, sampler, scoring
 from tim_jax.rl import programs
 from tim_jax.tasks.text import character_tokenizer, encode_prompt
 
@@ -100,9 +100,21 @@ def prepared(source: float = 0.0, config: ModelConfig = CONFIG) -> Any:
     return jax.jit(Execution(config, NUMERICS).prepare)(found)
 
 
+def _draw_above(logits, uniform, positions, sequences, *, min_p: float, execution: Execution):
+    least = jnp.max(logits, axis=-1, keepdims=True) + math.log(min_p)
+    how = {"sampling": execution.sampling, "numerics": execution.numerics}
+    return (*distribution.draw(jnp.where(logits >= least, logits, -1e9), uniform, **how), None)
+
+
 @cache
-def _sampler(config: ModelConfig, sampling: Sampling, samples: int, drawing: Mismatch) -> Any:
+def _sampler(
+    config: ModelConfig, sampling: Sampling, samples: int, drawing: Mismatch, min_p: float
+) -> Any:
     execution = Execution(config, NUMERICS, sampling)
+    if min_p:
+        draw = partial(_draw_above, min_p=min_p, execution=execution)
+        program = partial(sampler.sample, execution=execution, samples=samples, draw=draw)
+        return jit(program, NUMERICS)
     if config.num_experts:
         execution = replace(execution, routing="compared")  # its experts are recorded
     return programs.sampling_program(execution, samples=samples, mismatch=drawing)
@@ -141,6 +153,7 @@ def drawn(
     stops: tuple[int, ...] = STOPS,
     templated: bool = False,
     config: ModelConfig = CONFIG,
+    min_p: float = 0.0,
 ) -> Rows:
     """Rows of at least `tokens` response tokens, in whole responses."""
     sampling = replace(sampling, max_tokens=RESPONSE, stop_tokens=stops)
@@ -148,7 +161,7 @@ def drawn(
     samples, rows, count = 4, [], 0
     for part in range(seed * 1000, (seed + 1) * 1000):
         given, key = prompts(4, part, templated=templated), jax.random.key(part)
-        sample = _sampler(config, sampling, samples, whole.drawing)
+        sample = _sampler(config, sampling, samples, whole.drawing, min_p)
         rollout = sample(whole.weights(prepared(source, config)), given, key)
         rollout = dial.report(rollout, given, key, mismatch=whole, samples=samples)
         for row in as_rows(jax.device_get(rollout)):
@@ -470,13 +483,13 @@ TOP_K = Sampling(top_k=20)
 WHOLE = (1.0,)
 
 
-def undeclared(sampling: Sampling, tokens: int, seed: int) -> Rows:
-    return drawn(tokens, sampling=sampling, seed=seed)
+def undeclared(sampling: Sampling, tokens: int, seed: int, *, min_p: float = 0.0) -> Rows:
+    return drawn(tokens, sampling=sampling, seed=seed, min_p=min_p)
 
 
-def over_all(sampling: Sampling, tokens: int, seed: int) -> Rows:
+def over_all(sampling: Sampling, tokens: int, seed: int, *, min_p: float = 0.0) -> Rows:
     """Drawn under a truncation or temperature that nobody declared, recorded without it."""
-    return changed(undeclared(sampling, tokens, seed), raw)
+    return changed(undeclared(sampling, tokens, seed, min_p=min_p), raw)
 
 
 def numbers(log_probs: np.ndarray, value: float | None) -> np.ndarray:
@@ -511,12 +524,16 @@ def faults() -> Iterator[Fault]:
     yield Fault("raw log-probs", ("raw_log_probs",), recomputed(raw), **half)
     yield Fault("top-p 0.8, not declared", ("top_p",), None, partial(undeclared, TOP_P))
     yield Fault("top-k 20, not declared", ("top_k",), None, partial(undeclared, TOP_K))
+    min_p = partial(undeclared, PLAIN, min_p=0.1)
+    yield Fault("min-p 0.1, not declared", ("min_p",), None, min_p)
     kept = {"sampling": TOP_P, "draw": partial(sound, sampling=TOP_P)}
     yield Fault("top-p 0.8, over all", ("ignored_truncation",), recomputed(raw), **kept)
     for name, one in (("top_p", TOP_P), ("top_k", TOP_K), ("temperature", HALF)):
         right = "drawn_temperature" if name == "temperature" else f"{name}_ignored"
         draw = partial(over_all, one)
         yield Fault(f"{name}, in the draws alone", (right,), None, draw, shares=WHOLE)
+    min_p = partial(over_all, PLAIN, min_p=0.1)
+    yield Fault("min_p, in the draws alone", ("min_p_ignored",), None, min_p, shares=WHOLE)
     yield from faults_of_declarations()
     yield from faults_of_tokens()
     yield from faults_of_forwards()

@@ -40,7 +40,7 @@ from tim_jax.instruments.diagnosis import (
     variants,
     verdict,
 )
-from tim_jax.instruments.diagnosis.declared import PLAIN, Distribution
+from tim_jax.instruments.diagnosis.declared import PLAIN, Distribution, Shaping
 from tim_jax.instruments.diagnosis.evidence import chances
 from tim_jax.instruments.diagnosis.monitor import Monitor
 from tim_jax.instruments.diagnosis.rollouts import Response, collect
@@ -85,11 +85,18 @@ DISTRIBUTIONS = [
     Distribution(0.1),
     Distribution(0.035),
     Distribution(0.1, 0, 0.8),
+    Distribution(shaping=Shaping(min_p=0.1)),
+    Distribution(0.7, 10, 0.9, shaping=Shaping(min_p=0.05)),
 ]
 
 
 FLAT = {"vocabulary": 2000, "count": 300, "spread": 0.5}  # its likeliest 128 have a sixth
-FLAT_DISTRIBUTIONS = [Distribution(1.0, 0, 0.7), Distribution(0.9, 0, 0.95), Distribution(1.3)]
+FLAT_DISTRIBUTIONS = [
+    Distribution(1.0, 0, 0.7),
+    Distribution(0.9, 0, 0.95),
+    Distribution(1.3),
+    Distribution(shaping=Shaping(min_p=0.6)),
+]
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=str)
@@ -109,6 +116,7 @@ def check_chances(distribution, logits, tokens, found, atol):
     whole = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
     order = np.argsort(-whole, axis=1)
     mass = np.exp(np.take_along_axis(whole, order, axis=1))
+    mass[mass < distribution.shaping.min_p * mass[:, :1]] = 0.0
     mass[:, distribution.top_k or len(mass[0]) :] = 0.0
     running = np.cumsum(mass, axis=1)
     if distribution.top_p < 1:
@@ -124,7 +132,7 @@ def check_chances(distribution, logits, tokens, found, atol):
         given.renormalised[inside], (whole[rows, tokens] - total)[inside], atol=atol
     )
     assert (given.drawn[~inside] < whole[rows, tokens][~inside] - 10).all()
-    assert inside.all() or distribution.truncated
+    assert inside.all() or distribution.truncated or distribution.shaped
 
 
 # What is found.
@@ -218,6 +226,22 @@ def test_a_temperature_of_draws_and_log_probs_is_told_from_one_of_log_probs_alon
         fitted = judged.explanation.parameters["temperature"]
         assert fitted == pytest.approx(drawn, rel=1e-7)
     assert both.gain > one.gain + verdict.DECISIVE
+
+
+@pytest.mark.parametrize("renormalised", [True, False])
+def test_an_undeclared_min_p_is_named(renormalised):
+    rng, count = np.random.default_rng(0), 2000
+    logits = (2 * rng.standard_normal((count, 64))).astype(np.float32)
+    kept = np.where(logits >= logits.max(axis=1, keepdims=True) + np.log(0.05), logits, -np.inf)
+    ids = np.argmax(kept + rng.gumbel(size=logits.shape), axis=1).astype(np.int32)
+    recorded = jax.nn.log_softmax(jnp.asarray(kept if renormalised else logits))
+    exact = np.asarray(jax.nn.log_softmax(logits)[np.arange(count), ids])
+    seen = evidence_of(logits, ids)._replace(exact=exact, raw=exact)
+    found = all_judged(in_tens(ids, recorded[np.arange(count), ids], seen, 64))
+    best = max(found.values(), key=lambda one: one.gain)
+    assert best.explanation.name == ("min_p" if renormalised else "min_p_ignored")
+    assert best.explanation.parameters == {"min_p": 0.05}
+    assert verdict.material(best)
 
 
 def drawn_raw(temperature, declared):

@@ -323,7 +323,7 @@ class Chances(NamedTuple):
 
 
 def chances(evidence: Evidence, distribution: Distribution) -> Chances:
-    """The tokens' log-probs under `distribution`.
+    """The tokens' log-probs under `distribution`, of whose shaping only min-p is applied here.
 
     The log-normaliser between the inverse temperatures of the grid is a polynomial of degree 5 that
     has its value and two derivatives at both sides: good to about 1e-6 nats. A top-p set that is
@@ -339,7 +339,7 @@ def chances(evidence: Evidence, distribution: Distribution) -> Chances:
     normaliser = log_normaliser(evidence.moments, beta)
     scaled = beta * evidence.logit.astype(np.float64)
     whole = scaled - normaliser
-    if not distribution.truncated:
+    if not (distribution.truncated or distribution.shaping.min_p):
         return Chances(whole, whole)
     kept, inside = _kept(evidence, distribution, beta, normaliser)
     drawn = np.where(inside, whole - kept, whole + np.log(_STRAY))
@@ -402,12 +402,18 @@ def _kept(evidence, distribution, beta, normaliser) -> tuple[np.ndarray, np.ndar
         inside = evidence.logit >= evidence.top[:, distribution.top_k - 1]
     elif distribution.top_k:
         inside = evidence.above < distribution.top_k
+    rows = np.arange(len(top))
+    if min_p := distribution.shaping.min_p:
+        least = np.log(min_p) / beta  # a top-k of each token's own, if it ends within those stored
+        inside &= evidence.logit >= least
+        above = np.sum(top >= least, axis=1)
+        last = np.minimum(last, above)
+        of_k = np.where(above < count, running[rows, last - 1], of_k)
     if distribution.top_p == 1:
         return np.log(of_k), inside
     reached = running >= distribution.top_p * of_k[:, None] - 1e-7
     ends = reached.any(axis=1)  # within the stored logits
     place = np.where(ends, np.minimum(np.argmax(reached, axis=1), last - 1), last - 1)
-    rows = np.arange(len(top))
     held = np.where(ends, running[rows, place], distribution.top_p * of_k)
     in_set = mass_above(evidence.mass_above, beta) < distribution.top_p * of_k
     inside &= np.where(ends, evidence.logit >= evidence.top[rows, place], in_set)

@@ -42,6 +42,7 @@ _MOST_PADDING = 4096  # rows of padding in a vocabulary
 LEAST_MOVE = 1e-4  # nats; less is what interpolation makes of the same log-prob
 _TOP_K = (1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128)
 _TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
+_MIN_P = (0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5)
 
 DECISIVE = 10.0
 # Sizes that others publish for sound engines beside dense models, see docs/mismatch.md: K3 1e-5 to
@@ -464,8 +465,8 @@ def _truncations(tokens: Tokens, some: Tokens) -> Iterator[Explanation]:
         return
     # The mass that a declared top-k keeps is not known where it is beyond the stored logits.
     unknown = any(r.declared.top_k > LIKELIEST for r in tokens.responses)
-    for name, values in (("top_k", _TOP_K), ("top_p", _TOP_P)):
-        if name == "top_p" and unknown:
+    for name, values in (("top_k", _TOP_K), ("top_p", _TOP_P), ("min_p", _MIN_P)):
+        if name != "top_k" and unknown:
             continue
         values = [x for x in values if x < min(tokens.vocabulary, LIKELIEST + 1)]
         for renormalised in (True, False):
@@ -483,6 +484,8 @@ def _truncations(tokens: Tokens, some: Tokens) -> Iterator[Explanation]:
 
 def _truncated(tokens: Tokens, name: str, value: float, renormalised: bool):
     def change(declared: Distribution) -> Distribution:
+        if name == "min_p":
+            return replace(declared, shaping=replace(UNSHAPED, min_p=value))
         return replace(declared, **{name: value})
 
     return by_distribution(tokens, change if renormalised else None, change)
