@@ -56,8 +56,9 @@ def token_weights(
 
     `kept` bool[B, R] are the tokens that no rejection took out (all if None). Which of them count:
 
-    - response: N and T_i of all response tokens, rejected or not (NeMo-RL, OpenRLHF)
-    - survivors: N and T_i of the kept tokens, as if the others had never been sampled (slime)
+    - response: N and T_i of all response tokens, rejected or not (OpenRLHF, slime)
+    - survivors: N and T_i of the kept tokens, as if the others had never been sampled (NeMo-RL's
+      seq_logprob_error_threshold)
     - verl: T_i of the kept tokens, N of all sequences. So rejection shrinks the denominator of
       token_mean, but not that of sums over sequences. verl's trainer v0 divides so in decoupled
       mode; docs/corrections.md says what its other trainer and its bypass mode do

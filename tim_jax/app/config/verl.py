@@ -18,6 +18,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.objectives.objective import counts_kept
 
 _MOST_STEPS = 2**31 - 1
+_OF_THE_LOSS = ("loss_type", "rollout_is", "rollout_rs")  # of a rollout_correction
 _POLICY_LOSS = f"{ACTOR}.policy_loss"
 SECTIONS = ("algorithm", ACTOR, "rollout_correction")
 ESTIMATORS = {
@@ -56,7 +57,7 @@ AGGREGATIONS = {
 }
 KL_LOSSES = {
     **dict.fromkeys(("kl", "k1"), "k1"),
-    **dict.fromkeys(("mse", "k2"), "k2"),
+    **dict.fromkeys(("mse", "k2", "mse+", "k2+"), "k2"),  # k2's own gradient is that of "+"
     **dict.fromkeys(("low_var_kl", "k3"), "k3"),
     **dict.fromkeys(("kl+", "k1+"), "k1+"),
     **dict.fromkeys(("low_var_kl+", "k3+"), "k3+"),
@@ -124,12 +125,8 @@ class _Step:
         self.mode_of_loss = keys.choice(
             f"{_POLICY_LOSS}.loss_mode", "vanilla", (*LOSSES, "bypass_mode")
         )
-        self.path, of_loss = (f"{x}.rollout_correction" for x in ("algorithm", _POLICY_LOSS))
-        if self.mode_of_loss == "bypass_mode" and keys.has(of_loss):
-            self.path = of_loss
-        asked = keys.get(f"{self.path}.bypass_mode", False)
-        self.bypass = asked or self.mode_of_loss == "bypass_mode"
         self.v1 = keys.get("trainer.use_v1", False)
+        self.path, self.bypass = self._bypass()
         self.estimator = self._estimator()
         self.loss = self._loss()
         self.options = rejections(keys, self.path) if self._corrects else []
@@ -149,6 +146,35 @@ class _Step:
         found = {"sampling": self._sampling(), "learner": learner, "optimizer": optimizer}
         self._filter(learner)
         return self._length() | {name: section for name, section in found.items() if section}
+
+    def _bypass(self) -> tuple[str, bool]:
+        """The section with the corrections, and whether old log-probs are the rollout's."""
+        keys, whole = self.keys, "algorithm.rollout_correction"
+        asked = keys.get(f"{whole}.bypass_mode", False)
+        if self.mode_of_loss != "bypass_mode":
+            if asked and not self.v1:
+                self.notes.append(
+                    "verl at 1dda039 does not hand bypass mode's loss_type, rollout_is and"
+                    " rollout_rs to its workers (its issue 4912) unless policy_loss has them; here"
+                    " they have the effect that verl documents"
+                )
+            return whole, asked
+        if not asked:
+            raise keys.wrong(
+                f"{whole}.bypass_mode",
+                asked,
+                "must be true if policy_loss.loss_mode is bypass_mode: without it verl rejects by"
+                " pi / pi_old, which has no counterpart",
+            )
+        unread = [name for name in _OF_THE_LOSS if keys.get(f"{whole}.{name}", None) is not None]
+        if unread:
+            self.notes.append(
+                f"{', '.join(unread)} of {whole} have no effect in verl: the loss bypass_mode reads"
+                " those of policy_loss.rollout_correction"
+            )
+        path = f"{_POLICY_LOSS}.rollout_correction"
+        keys.get(f"{path}.bypass_mode", True)  # not read by verl's loss
+        return path, True
 
     def _estimator(self) -> str:
         path = "algorithm.adv_estimator"
@@ -195,8 +221,22 @@ class _Step:
             return []
         rejecting = [rejection(self.keys, self.path, *each) for each in self.options]
         weight = [] if self.bypass and self.loss == "clip" else weights(self.keys, self.path)
+        if not weight and self.keys.get(f"{self.path}.rollout_is", None) is not None:
+            self.notes.append(
+                "rollout_is has no effect in verl"
+                + (
+                    ", as the ratio of PPO's loss is of the rollout's log-probs"
+                    if self.bypass and self.loss == "clip"
+                    else " where rollout_is_threshold is null"
+                )
+            )
         if self.bypass and any(entry["name"] == "normalise" for entry in weight):
             self.differs.append("a batch's mean weight is of a mini-batch, verl's of a micro-batch")
+        if self.loss == "gmpo":
+            self.differs.append(
+                "the loss is divided by a mini-batch's responses; verl's geo_mean by a"
+                " micro-batch's, so there it grows with their number"
+            )
         if weight and self.loss == "gmpo":
             self.differs.append("each token has its own weight; in verl's geo_mean their mean")
         return weight + rejecting
@@ -270,6 +310,11 @@ class _Step:
                     f"KL and entropy terms are added up as the loss is ({found}), and in verl by"
                     f" {asked}"
                 )
+        if found == "constant_length" and factor is None and self.v1:
+            self.differs.append(
+                "sums are divided by sampling.max_tokens, in verl's trainer v1 by the longest"
+                " response of each micro-batch"
+            )
         if found == "constant_length" and factor is not None:
             longest = self.keys.get("data.max_response_length", 512)
             if longest != factor:
@@ -287,6 +332,8 @@ class _Step:
     def _terms(self) -> dict[str, Any]:
         coefficient = self.keys.get(f"{ACTOR}.kl_loss_coef", 0.001)
         path = f"{ACTOR}.kl_loss_type"
+        if self.keys.get(path, "low_var_kl") == "abs+":
+            raise self.keys.wrong(path, "abs+", "has no counterpart, as abs and k2 have")
         kind = KL_LOSSES[self.keys.choice(path, "low_var_kl", KL_LOSSES)]
         found: dict[str, Any] = {"kl_coefficient": coefficient if self._has_kl else 0.0}
         if self._has_kl:
@@ -429,7 +476,16 @@ class _Step:
                 "the warm-up's learning rate rises with every update, in verl once a step"
             )
         found |= {"warmup_steps": warmup * updates} if warmup > 0 else {}
-        return found | self._schedule(found["learning_rate"], updates)
+        found |= self._schedule(found["learning_rate"], updates)
+        from_one = not self.keys.get(f"{path}.zero_indexed_step", True)
+        from_one &= found.get("schedule") == "cosine"
+        if from_one:
+            self.differs.append("the cosine falls a step later than by zero_indexed_step = false")
+        elif warmup > 0:
+            self.differs.append(
+                "the warm-up is a step ahead: in verl the first step's learning rate is 0"
+            )
+        return found
 
     def _schedule(self, rate: float, updates: int) -> dict[str, Any]:
         """The learning rate after the warm-up, for a step of this many updates."""
