@@ -26,10 +26,21 @@ from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 PAGE = common.RESULTS / "packing.md"
-SIZES = dataclasses.replace(common.SMALL, layers=4, response=256)
+# Sequences begin at multiples of a block, which costs long ones a smaller share than short ones.
+SHAPES = (
+    dataclasses.replace(common.SMALL, layers=4, response=256),
+    dataclasses.replace(
+        common.SMALL, layers=4, hidden=512, intermediate=1536, head_dim=64, response=1024
+    ),
+)
 SEQUENCES = 32
 MICRO_BATCH = 4
 _SEED = 0
+
+
+def micro_batch_tokens(sizes: common.Sizes) -> int:
+    """As many as the padded rows of a micro-batch have."""
+    return MICRO_BATCH * (sizes.prompt + sizes.response)
 
 
 class Side:
@@ -92,7 +103,7 @@ def measure(sizes: common.Sizes, dtype: str, repeats: int):
         execution, sampling=dataclasses.replace(sampling, max_tokens=mean)
     )
     even = rollout_of(even_execution, params, sizes, np.full(SEQUENCES, mean))
-    tokens = MICRO_BATCH * (sizes.prompt + sizes.response)
+    tokens = micro_batch_tokens(sizes)
     even_rows = max(size for size in (4, 8, 16, 32) if size * (sizes.prompt + mean) <= tokens)
     sides = {
         "rows": Side(execution, params, rollout, micro_batch=MICRO_BATCH),
@@ -103,42 +114,50 @@ def measure(sizes: common.Sizes, dtype: str, repeats: int):
     return times, {name: side.first for name, side in sides.items()}, int(lengths.sum())
 
 
+def rows_of(sizes: common.Sizes, repeats: int) -> list[str]:
+    """The table's rows of a model and its lengths."""
+    names = {
+        "rows": f"padded rows, `micro_batch = {MICRO_BATCH}`",
+        "tokens": f"no padding, `micro_batch_tokens = {micro_batch_tokens(sizes):,}`",
+        "even": "as many tokens in rows of one length",
+    }
+    lines = []
+    for dtype in common.DTYPES:
+        times, first, count = measure(sizes, dtype, repeats)
+        for name, seconds in times.items():
+            padded, even = (common.ratios(seconds, times[one])[0] for one in ("rows", "even"))
+            middle = sorted(seconds)[len(seconds) // 2]
+            lines.append(
+                f"| {sizes.hidden} | {sizes.response:,} | {dtype} | {count:,} | {names[name]}"
+                f" | {middle:.2f} | {padded:.2f} | {even:.2f} | {first[name]:.0f} |"
+            )
+    return lines
+
+
 def main() -> None:
     options = common.parser(__doc__.splitlines()[0], PAGE).parse_args()
     load = common.load_average()
-    sizes = common.SMOKE if options.smoke else SIZES
-    tokens = MICRO_BATCH * (sizes.prompt + sizes.response)
-    names = {
-        "rows": f"padded rows, `micro_batch = {MICRO_BATCH}`",
-        "tokens": f"no padding, `micro_batch_tokens = {tokens}`",
-        "even": "as many tokens in rows of one length",
-    }
+    shapes = (common.SMOKE,) if options.smoke else SHAPES
+    longest = " and ".join(f"{sizes.response:,}" for sizes in shapes)
     lines = [
         "# The learner without padding",
         "",
         f"Written by `python scripts/bench_packing.py --repeats {options.repeats}`. An update of"
         f" {SEQUENCES} sequences whose lengths are log-normal with a mean of a quarter of the"
-        f" longest, {sizes.response}; and, for comparison, of sequences that are all as long as"
+        f" longest, {longest}; and, for comparison, of sequences that are all as long as"
         f" their mean. Updates are taken in turns, {options.repeats} of each; the ratio is the"
         " median of the ratios of neighbours. Every response token's log-prob was compared with"
         " that of a forward over the padded rows, and none was unequal.",
         "",
-        sizes.text(),
+        *(sizes.text() for sizes in shapes),
         "",
         *common.machine_text(load, common.versions("jax", "jaxlib")),
-        "| dtype | response tokens | micro-batches | an update, s | of padded rows | of rows of one"
-        " length | first update, with compiling, s |",
-        "|---|--:|---|--:|--:|--:|--:|",
+        "| hidden size | longest | dtype | response tokens | micro-batches | an update, s | of"
+        " padded rows | of rows of one length | first update, with compiling, s |",
+        "|--:|--:|---|--:|---|--:|--:|--:|--:|",
     ]
-    for dtype in common.DTYPES:
-        times, first, count = measure(sizes, dtype, options.repeats)
-        for name, seconds in times.items():
-            padded, even = (common.ratios(seconds, times[one])[0] for one in ("rows", "even"))
-            middle = sorted(seconds)[len(seconds) // 2]
-            lines.append(
-                f"| {dtype} | {count:,} | {names[name]} | {middle:.2f} | {padded:.2f}"
-                f" | {even:.2f} | {first[name]:.0f} |"
-            )
+    for sizes in shapes:
+        lines += rows_of(sizes, options.repeats)
     common.publish(lines, options, PAGE)
 
 

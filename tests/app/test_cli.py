@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import tomllib
 from dataclasses import replace
 from datetime import datetime
@@ -24,7 +25,7 @@ import tim_jax
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import assembling, generating, measuring, train
-from tim_jax.app.run import assembly, checkpoints, folders, grading, sources
+from tim_jax.app.run import assembly, checkpoints, folders, grading, signals, sources
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.app.run.numerics import fixed_numerics
@@ -504,6 +505,47 @@ def fail(rewards):
 def terminate(rewards):
     os.kill(os.getpid(), signal.SIGTERM)
     return rewards
+
+
+def test_signals_that_come_together_are_one(monkeypatch):
+    """As from a scheduler that tells every process, and from a study that then tells its runs."""
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    try:
+        with signals.Preemption() as preemption:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert preemption.asked
+            assert heard == []
+            monkeypatch.setattr(signals, "_TOGETHER", 0.0)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert heard == [1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_user_without_a_home_is_not_stopped(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    folder = cli._kept_folder()
+    assert folder == cli._kept_folder()
+    assert folder.parents[1].is_dir()
+    folder.parents[1].rmdir()
+
+
+def test_no_folder_for_temporary_files_is_one_line(monkeypatch, capsys):
+    def none():
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    assert cli.main(["translate", "nowhere.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "tim-jax: No usable temporary directory found in ['/tmp']; set TMPDIR to a folder that can"
+        " be written\n"
+    )
 
 
 FAILURES = {

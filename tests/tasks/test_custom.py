@@ -210,3 +210,22 @@ def test_current_folder_of_a_program_started_elsewhere(here, tmp_path):
         check=True,
     )
     assert done.stdout == "1.0\n"
+
+
+def test_a_program_whose_standard_output_is_closed_has_a_reward_as_well(here, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from tim_jax.tasks.custom import IsolatedReward\n"
+        "from tim_jax.tasks.base import Example\n"
+        "reward = IsolatedReward('my_rewards:good', seconds=20.0)\n"
+        "print(reward([Example('p', '1')], ['1'])[0].reward, file=open('said', 'w'))\n"
+    )
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(program), ">&-"]
+    subprocess.run(
+        ["sh", "-c", " ".join(command)],
+        cwd=here,
+        env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"},
+        check=True,
+    )
+    assert (here / "said").read_text() == "1.0\n"

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -157,6 +158,14 @@ def optional(state, completion, lowest=5):
 
 def keyed(state, completion, key):
     return state, tim.Reply([int(part) for part in key], done=np.bool_(completion.thinking))
+
+
+def forks(state, completion):
+    if os.fork() == 0:  # a log in the background, which nobody waits for
+        time.sleep(0.1)
+        if completion.text != "returns":
+            sys.exit(0)
+    return state, tim.Reply(f"to {completion.text}", os.getpid())
 
 
 async def waits(state, completion):
@@ -333,6 +342,56 @@ def test_a_turn_has_its_key_and_its_completion_is_whole(source):
     environment.close()
 
 
+def test_a_child_that_the_code_forks_answers_nothing_and_ends(source):
+    with closing(Guarded(f"{source}:forks", seconds=5.0, workers=1)) as environment:
+        for text in ("one", "two", "returns", "four", "five"):
+            [(_, answer)] = environment.answers([turn(text)])
+            assert answer.content == f"to {text}"
+            group, deadline = int(answer.reward), time.monotonic() + 10
+            while _living(group) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert not _living(group)
+
+
+def _living(parent):
+    """The children of a process that have not ended; nobody waits for them, so zombies remain."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            state, above = (
+                (Path("/proc") / name / "stat").read_text().rpartition(")")[2].split()[:2]
+            )
+        except OSError:
+            continue
+        if int(above) == parent and state != "Z":
+            found.append(name)
+    return found
+
+
+def test_a_later_process_that_cannot_import_ends_in_one_line(source, monkeypatch):
+    monkeypatch.chdir(source.parent)
+    (source.parent / "once.py").write_text(
+        "import os, time\n"
+        "import tim_jax as tim\n"
+        "os.open('taken', os.O_CREAT | os.O_EXCL)\n"
+        "def respond(state, completion):\n"
+        "    time.sleep(0.5)\n"
+        "    return state, tim.Reply('x')\n"
+    )
+    said = pytest.raises(InputError, match=r"each of the 2 processes of task.environment_workers")
+    with closing(Guarded("once.py:respond", seconds=5.0, workers=2)) as environment, said:
+        list(environment.answers([turn("a"), turn("b"), turn("c")]))
+
+
+def test_a_process_that_starts_too_slowly_is_named(source, monkeypatch):
+    monkeypatch.chdir(source.parent)
+    (source.parent / "slow.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(guard, "START_SECONDS", 0.3)
+    monkeypatch.setattr(guard, "GRACE_SECONDS", 2.0)
+    with pytest.raises(InputError, match=r"did not start; the last one took longer than 0.3 s"):
+        Guarded("slow.py:respond", workers=1)
+
+
 def test_coroutines_wait_side_by_side(source):
     environment = Guarded(f"{source}:waits", seconds=3.0, workers=1)
     asked = [turn(text) for text in ("0.4", "0.3", "0.2", "60", "raises", "cancels", "ends")]
@@ -379,7 +438,10 @@ def test_turns_that_waited_beside_one_that_blocks_are_asked_again_side_by_side(s
         ("no_such_module_here:respond", "No module named 'no_such_module_here'"),
         ("broken.py:respond", "running broken.py raised ZeroDivisionError"),
         ("ends.py:respond", "running ends.py raised SystemExit"),
-        ("dies.py:respond", "its import ends its process: a worker failed"),
+        (
+            "dies.py:respond",
+            "dies.py:respond': 3 processes in a row did not start; the last one ended with code -9",
+        ),
     ],
 )
 def test_environments_that_cannot_be_loaded(source, name, message, monkeypatch):

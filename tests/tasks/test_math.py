@@ -281,7 +281,7 @@ def test_refusals_and_starts_that_fail(monkeypatch, tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("raise SystemExit(3)")
     monkeypatch.setattr("tim_jax.tasks.guard.WORKER", broken)
-    with pytest.raises(RuntimeError, match=r"failed to start 3 times \(exit code 3\)"):
+    with pytest.raises(InputError, match=r"grading with math: 3 processes .* ended with code 3"):
         Guard("math", {}, Limits(workers=1)).map([1])
 
 

@@ -7,8 +7,10 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +57,11 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        hint = "set TMPDIR to a folder that can be written"
+        return _ended(errors.BAD_INPUT, f"{error.strerror}; {hint}")
     try:
         if arguments.run not in (_study, _report, _translate):  # which compute no model themselves
             _check_bits()
@@ -170,8 +177,16 @@ def _keep_programs() -> None:
 
 def _kept_folder() -> Path:
     """What is compiled and measured on this kind of machine: ~/.cache/tim_jax/PROCESSOR."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user without a home, as containers have
+        home = _folder_of_this_call()
     return Path(home, "tim_jax", machine.kind())
+
+
+@cache
+def _folder_of_this_call() -> str:
+    return tempfile.mkdtemp(prefix="tim_jax-")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -100,10 +100,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a whole file, or leaves what was there: a killed process leaves no half of one."""
+    """Writes a whole file, or leaves what was there, whether the process or the power ends."""
     partial = path.with_name(f".{path.name}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)

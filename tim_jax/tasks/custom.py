@@ -34,7 +34,7 @@ from tim_jax.tasks.base import (
 )
 from tim_jax.tasks.episodes import Packed
 from tim_jax.tasks.guard import Isolated
-from tim_jax.tasks.worker import Watched
+from tim_jax.tasks.worker import Watched, end_if_forked
 
 # Sums of squares of larger rewards, which deviations need, are beyond float32.
 LARGEST = 1e15
@@ -263,7 +263,7 @@ def user_code(what: str) -> Iterator[None]:
     """A context for code of the user's: nothing that it raises ends the program but `InputError`.
 
     That includes `sys.exit`, and `os._exit` as Python calls it, which would end a run in the middle
-    with the status of one that is done.
+    with the status of one that is done. A process that was forked inside ends there.
 
     Args:
       what: what the code is called in errors, such as `reward rewards:brief`.
@@ -285,9 +285,11 @@ def user_code(what: str) -> Iterator[None]:
     except (InputError, KeyboardInterrupt):
         raise
     except BaseException as error:
+        end_if_forked(own)
         raise InputError(f"{what} raised {described(error)}") from error
     finally:
         os._exit = leave
+        end_if_forked(own)
 
 
 def plain(prompt: str | tuple[Message, ...]) -> str | list[dict[str, str]]:

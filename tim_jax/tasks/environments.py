@@ -17,11 +17,13 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,12 +31,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import shown
 from tim_jax.tasks.base import TIMEOUT, Message
 from tim_jax.tasks.custom import LARGEST, described, load_function, user_code
 from tim_jax.tasks.episodes import Answer, Completion, Content, Packed, Reply, Turn, failed
 from tim_jax.tasks.guard import START_SECONDS, Crowd, Refusal
+from tim_jax.tasks.worker import end_if_forked
 
 SECONDS = 30.0  # for one reply
 LATER = 1.0  # seconds after its limit, in which a coroutine must end
@@ -126,7 +130,7 @@ class Responder:
         return read_answer(turn.state, result)
 
     async def _awaited(self, turn: Turn, seconds: float) -> Answer:
-        limit = asyncio.timeout(seconds)
+        limit, own = asyncio.timeout(seconds), os.getpid()
         try:
             async with limit:
                 result = await self._call(turn)
@@ -134,6 +138,8 @@ class Responder:
             if limit.expired():
                 return failed(turn.state, "time limit", _late(seconds))
             return failed(turn.state, "raised", described(error))
+        finally:
+            end_if_forked(own)
         return read_answer(turn.state, result)
 
     def _call(self, turn: Turn) -> Any:
@@ -338,22 +344,18 @@ class Guarded:
         Raises:
           InputError: it cannot be imported, or its import ends the process.
         """
-        self._name = name
-        try:
+        self._label = f"environment {name!r}"
+        self._others = f" (each of the {workers} processes of task.environment_workers imports it)"
+        with self._refusing(), waiting.during(f"starting {self._label}"):
             self._crowd = Crowd(
                 f"{__name__}:{TurnsHere.__name__}",
+                self._label,
                 seconds=seconds,
                 workers=workers,
                 memory=round(memory * 2**30),
                 name=name,
                 limit=seconds,
             )
-        except Refusal as refusal:
-            raise InputError(f"environment {name!r}: {refusal}") from None
-        except RuntimeError as error:
-            raise InputError(
-                f"environment {name!r}: its import ends its process: {error}"
-            ) from None
         try:
             self.roles, self.tools, self.reads_calls = self._declaration()
         except BaseException:
@@ -362,19 +364,31 @@ class Guarded:
         self._together = TOGETHER if self._crowd.about["asynchronous"] else 1
         self.close = self._crowd.close
 
+    @contextmanager
+    def _refusing(self, more: str = "") -> Iterator[None]:
+        try:
+            yield
+        except Refusal as refusal:
+            raise InputError(f"{self._label}: {refusal}{more}") from None
+
     def _declaration(self) -> Declared:
         [(_, outcome)] = self._crowd.stream([None], seconds=START_SECONDS)
         found: Mapping[str, Any] = outcome.value or {
             "error": f"declaring its tools: {outcome.fault} {outcome.detail}"
         }
         if "error" in found:
-            raise InputError(f"environment {self._name!r}: {found['error']}")
+            raise InputError(f"{self._label}: {found['error']}")
         return Declared(tuple(found["roles"]), tuple(found["tools"]), found["reads_calls"])
 
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
         """Yields (index in `turns`, answer) for each, in the order in which they are there."""
         bodies = [_sent(turn) for turn in turns]
-        for index, outcome in self._crowd.stream(bodies, together=self._together):
+        outcomes = self._crowd.stream(bodies, together=self._together)
+        while True:
+            with self._refusing(self._others):
+                index, outcome = next(outcomes, (None, None))
+            if outcome is None:
+                break
             state = turns[index].state
             if outcome.fault is None:
                 yield index, _received(state, outcome.value)

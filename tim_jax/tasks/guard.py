@@ -105,16 +105,21 @@ class Refusal(Exception):
 class _Pool:
     """Workers of one kind: those that are idle or starting, and those that are at work."""
 
-    def __init__(self, make: "Callable[[], _Worker]") -> None:
-        self._make = make
+    def __init__(self, label: str, make: "Callable[[], _Worker]") -> None:
+        self._label, self._make = label, make
         self._workers: list[_Worker] = []
         self._busy: set[_Worker] = set()
         self._stopped = False
         self._turn = Lock()
 
     def _ready(self, *, fresh: bool) -> "_Worker":
-        """A worker that has started, for one request; `fresh`: a new one."""
-        code = None
+        """A worker that has started, for one request; `fresh`: a new one.
+
+        Raises:
+          Refusal: its handler refuses its setup.
+          InputError: workers end while they start, or take too long, again and again.
+        """
+        end = ""
         for _ in range(STARTS):
             with self._turn:
                 if self._stopped:
@@ -129,8 +134,12 @@ class _Pool:
                 worker.started = reply
                 return worker
             self._busy.discard(worker)
+            late = worker.late or bool(worker.notes()[1])
             code, fresh = worker.end(END_SECONDS), True
-        raise RuntimeError(f"a worker failed to start {STARTS} times (exit code {code})")
+            end = f"took longer than {START_SECONDS:g} s" if late else f"ended with code {code}"
+        raise InputError(
+            f"{self._label}: {STARTS} processes in a row did not start; the last one {end}"
+        )
 
     def _free(self, worker: "_Worker") -> None:
         """Takes back a worker that has answered."""
@@ -163,7 +172,7 @@ class Guard(_Pool):
 
     def __init__(self, kind: str, setup: Mapping[str, Any], limits: Limits) -> None:
         whole = {"kind": kind, "memory": limits.memory, "seconds": 0, "body": setup}
-        super().__init__(partial(_Worker, json.dumps(whole), START_SECONDS))
+        super().__init__(f"grading with {kind}", partial(_Worker, json.dumps(whole), START_SECONDS))
         self.limits = limits
         self._call = Lock()
 
@@ -187,7 +196,7 @@ class Guard(_Pool):
 
         Raises:
           Refusal: if the workers refuse their setup.
-          RuntimeError: if workers die while starting, again and again.
+          InputError: if workers end while they start, again and again.
         """
         seconds = seconds or self.limits.seconds
         texts = [json.dumps({"seconds": seconds, "body": body}) for body in bodies]
@@ -233,22 +242,30 @@ class Crowd(_Pool):
     """
 
     def __init__(
-        self, handler: str, *, seconds: float, workers: int, memory: int, **setup: Any
+        self,
+        handler: str,
+        label: str,
+        *,
+        seconds: float,
+        workers: int,
+        memory: int,
+        **setup: Any,
     ) -> None:
         """Starts the first process, in which the function `handler` makes what answers.
 
         Args:
+          label: what the code is called in messages.
           handler: written `module:function`. It answers a list of requests with an iterator over
             (place in the list, value), in any order.
           memory: bytes of a process's address space.
 
         Raises:
           Refusal: the handler refuses its setup.
-          RuntimeError: the processes die while starting, again and again.
+          InputError: the processes end while they start, again and again.
         """
         whole = {"kind": handler, "memory": memory, "seconds": START_SECONDS, "body": setup}
         text = json.dumps({**whole, "path": sys.path}, default=str)
-        super().__init__(partial(_Worker, text, START_SECONDS + GRACE_SECONDS, quiet=False))
+        super().__init__(label, partial(_Worker, text, START_SECONDS + GRACE_SECONDS, quiet=False))
         self.seconds, self.workers = seconds, workers
         self._threads: ThreadPoolExecutor | None = None
         worker = self._ready(fresh=False)

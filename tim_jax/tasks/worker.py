@@ -17,6 +17,7 @@ import os
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -135,12 +136,31 @@ def refuse_effects(event: str, arguments: tuple[Any, ...]) -> None:
         raise PermissionError(f"an answer tried {event}")
 
 
+def end_if_forked(own: int) -> None:
+    """Ends this process as Python would, if it is no longer `own`: the user's code has forked it.
+
+    It would answer in its parent's place, and wait for a thread that a fork does not copy.
+    """
+    if os.getpid() == own:
+        return
+    status, error = 0, sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        status = 1
+        traceback.print_exception(error)
+    with suppress(Exception):
+        sys.stdout.flush()
+    os._exit(status)
+
+
 @contextmanager
 def limit(seconds: float, notes: int | None) -> Iterator[None]:
     """A context that may take `seconds`, by the clock if there is a file for the stack's notes.
 
-    Else they are of CPU time, and 0 is no limit.
+    Else they are of CPU time, and 0 is no limit. A process that was forked inside ends here.
     """
+    own = os.getpid()
     if notes is None:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF's default action: terminate
     else:
@@ -148,6 +168,7 @@ def limit(seconds: float, notes: int | None) -> Iterator[None]:
     try:
         yield
     finally:
+        end_if_forked(own)
         signal.setitimer(signal.ITIMER_PROF, 0)
         faulthandler.cancel_dump_traceback_later()
 
@@ -192,9 +213,12 @@ def serve(link: Connection, notes: int) -> None:
     if setup["memory"]:
         limit_memory(setup["memory"])
     handlers: list[Handler] = []
+    own = os.getpid()
 
     def send(reply: str) -> None:
-        sys.stdout.flush()
+        end_if_forked(own)
+        with suppress(OSError):  # a full disk under what was printed
+            sys.stdout.flush()
         link.send_bytes(reply.encode())
 
     def answer(handle: Handler, request: dict[str, Any]) -> None:
@@ -232,6 +256,9 @@ def main() -> None:
     # ignored, because programs that the reward starts would then ignore it too.
     signal.signal(signal.SIGTERM, lambda *_: None)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started the program
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         with suppress(EOFError):  # the parent has gone
             serve(Connection(int(sys.argv[-2])), int(sys.argv[-1]))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 
 from tim_jax.app.config import toml
-from tim_jax.app.run import folders, sources
+from tim_jax.app.run import checkpoints, folders, sources
 from tim_jax.app.run.checkpoints import Checkpoints, list_steps, restore
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
@@ -295,6 +297,73 @@ def test_a_checkpoint_of_other_rows_is_refused_and_nothing_is_touched(tmp_path):
     assert found.step == 3
     assert folders.read_config(tmp_path) == other
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_model_with_another_config_or_other_end_tokens_is_refused():
+    def refused(was, now):
+        marks = [checkpoints.model_mark(*each) for each in (was, now)]
+        before = checkpoints.Restored(3, {}, json.loads(json.dumps(marks[0])), ())
+        with pytest.raises(InputError) as found:
+            checkpoints.check_marks(before, marks[1], "runs/x")
+        checkpoints.check_marks(before, marks[0], "runs/x")
+        checkpoints.check_marks(replace(before, extra={}), marks[1], "runs/x")  # of an old version
+        return str(found.value)
+
+    base, stops = tiny.CONFIG, (1,)
+    theta = base.rope.theta
+    rope = replace(base, rope=replace(base.rope, theta=50.0), max_positions=7)
+    found = refused((base, stops), (rope, (7, 1)))
+    assert found == (
+        f"runs/x: the model is another than at step 3: rope.theta was {theta!r}, now 50.0;"
+        " the tokens that end a response were [1], now [1, 7]; restore it, or train in another"
+        " run.folder"
+    )
+
+
+def test_lines_that_cannot_be_cut_are_refused_before_any_is(tmp_path):
+    train(tmp_path, stop=3)
+    (tmp_path / "samples.jsonl").unlink()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    other = CONFIG.replace("steps = 10", "steps = 20")
+    with (
+        folders.open_run(tmp_path, other, may_change=("steps",)) as run,
+        pytest.raises(InputError, match=r"samples.jsonl has 0 bytes, but the checkpoint"),
+    ):
+        run.restore(first_state())
+    before.pop(tmp_path / ".lock")
+    assert before == {path: path.read_bytes() for path in before}
+    assert not (tmp_path / "samples.jsonl").exists()
+
+
+def test_a_checkpoint_that_cannot_be_deleted_stops_nothing(tmp_path, monkeypatch):
+    delete = shutil.rmtree
+
+    def busy(path, ignore_errors=False):  # such as a file on NFS that somebody reads
+        if ".deleting-" in str(path):
+            if not ignore_errors:
+                raise OSError(39, "Directory not empty")
+            return
+        delete(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    train(tmp_path, stop=6, keep=1)
+    train(tmp_path, stop=8, keep=1)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == [".deleting-2", ".deleting-4", ".deleting-6", "8"]
+    monkeypatch.undo()
+    train(tmp_path, stop=8, keep=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["8"]
+
+
+def test_a_run_stays_in_its_folder_if_code_moves_to_another(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with folders.open_run("run", CONFIG) as run:
+        os.chdir("elsewhere")
+        assert run.folder == tmp_path / "run"
+        run.metrics.write(0, {})
+        run.save(0, first_state())
+    assert list_steps(tmp_path / "run" / "checkpoints") == [0]
 
 
 def test_another_state_is_refused_by_leaf(tmp_path):

@@ -344,8 +344,8 @@ def test_all_arms_begin_on_the_day_of_their_study(file, monkeypatch):
     began = (one.folder / "started.json").read_text()
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: None)
     run = one.runs[-1]
-    _, log = running._start(run, one.arms[-1], one.folder)
-    log.close()
+    begun = running._start(run, one.arms[-1], one.folder)
+    begun.log.close()
     assert (run.folder / "started.json").read_text() == began
     with folders.open_run(run.folder, "seed = 0\n"):  # which no other file may be in before
         folders.record_start(run.folder)

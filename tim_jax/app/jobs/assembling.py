@@ -39,10 +39,11 @@ def assemble(config: RunConfig, *, measured: Path | None = None, training: bool 
 
     `measured` is the file for measurements of this machine, if there is one.
     """
+    folder = Path(config.run.folder).absolute()  # code of a task may change the current one
     model = sources.begin_model(config)
     task = drawing.shared(grading.make_task(config))
     try:
-        text = grading.make_text(config, model).declaring(task.environment)
+        text = grading.make_text(config, model, run=folder).declaring(task.environment)
         checks.check_prompts(task, text, training=training)
         if training and config.warmup.steps:
             checks.check_warm_start(config, task, text)

@@ -77,11 +77,10 @@ def _train_run(config: RunConfig) -> Path:
             raise
         finally:
             job.task.close()
-    folder = Path(section.folder)
     if processes.leads():
         with waiting.during("drawing the chart"):
-            charts.training_chart(folder / "metrics.jsonl", folder / "chart.png")
-    return folder
+            charts.training_chart(run.folder / "metrics.jsonl", run.folder / "chart.png")
+    return Path(section.folder)
 
 
 class Start(NamedTuple):
@@ -91,15 +90,16 @@ class Start(NamedTuple):
     step: int  # the checkpoint's, -1 for a new run
     notes: list[str]  # on the task, on what was resumed, on what is trained
     base: Any  # of adapters, on the devices; None if all weights are trained
-    mark: dict[str, float]  # what checkpoints keep of it and of the rows
+    mark: dict[str, Any]  # what checkpoints keep of it and of the rows
 
     def save(
         self, run: Run, step: int, state: TrainState, reference: Any, history: Iterable[Any]
     ) -> None:
         """Saves a checkpoint; `history` as the loop has it."""
         run.save(step, folders.saved(state, reference, tuple(history)), self.mark)
-        if jax.default_backend() == "cpu":
-            # What is written are the very buffers that the next update is to take.
+        if step == 0 or jax.default_backend() == "cpu":
+            # A folder with lines and no checkpoint would be taken for one that has lost it. On a
+            # CPU, what is written are the very buffers that the next update is to take.
             run.wait()
 
 
@@ -111,10 +111,11 @@ def begun(job: Job, run: Run) -> tuple[Job, Start]:
         train = job.task.train
         mark = {
             **checkpoints.base_mark(base, job.execution.lora),
+            **checkpoints.model_mark(job.execution.config, job.execution.sampling.stop_tokens),
             **checkpoints.rows_mark(train),
             **checkpoints.prompts_mark(job.text, train),
         }
-        processes.agree(json.dumps(mark), "its dataset, its prompts or its base weights")
+        processes.agree(json.dumps(mark), "its model, its dataset, its prompts or its base weights")
         contents, step, notes = _restored(job, run, mark)
         if processes.leads():
             drawing = job.programs.training.sampler.mismatch.numerics(job.execution.numerics)
@@ -128,9 +129,7 @@ def begun(job: Job, run: Run) -> tuple[Job, Start]:
     return replace(job, model=replace(job.model, params=None)), start
 
 
-def _restored(
-    job: Job, run: Run, mark: dict[str, float]
-) -> tuple[checkpoints.State, int, list[str]]:
+def _restored(job: Job, run: Run, mark: dict[str, Any]) -> tuple[checkpoints.State, int, list[str]]:
     """The contents of a checkpoint (`folders.saved`), its step, and notes.
 
     The step is -1, and the contents are those of a new run, if there is nothing to resume.
@@ -215,7 +214,7 @@ def follow(job: Job, run: Run, before: Start) -> None:
         # has exported has nothing left to do.
         exported = processes.led(partial(sources.final_step, run.folder))
         if config.run.export and exported != int(state.step):
-            _export(job, state, base, display)
+            _export(job, state, base, run.folder, display)
 
 
 def _steps(job: Job, run: Run, state: TrainState, **kept: Any) -> Iterator[Step]:
@@ -303,14 +302,14 @@ def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def _export(job: Job, state: TrainState, base: Any, display: Display) -> None:
+def _export(job: Job, state: TrainState, base: Any, folder: Path, display: Display) -> None:
     merged = job.programs.merged
     params = state.params if merged is None else merged(adapters.whole(state.params, base))
     params = processes.whole(params)
-    folder, stops = Path(job.config.run.folder), job.execution.sampling.stop_tokens
+    stops = job.execution.sampling.stop_tokens
     write = partial(sources.write_final, folder, params, job.model, stops, step=int(state.step))
     # All wait for it: a process that has ended would end the others after five minutes.
-    final = processes.led(lambda: str(write()))
+    final = Path(job.config.run.folder, processes.led(lambda: write().name))
     display.note(f"final model, as transformers loads it: {final}")
 
 

@@ -18,9 +18,10 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,10 +29,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from tim_jax.common import waiting
+from tim_jax.common import inputs, waiting
 from tim_jax.common.errors import InputError
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Lora
+from tim_jax.model.config import ModelConfig
 from tim_jax.model.weights import Params
 from tim_jax.placement import processes
 from tim_jax.rl.drawing import Text
@@ -91,7 +93,9 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.glob(".*-*"):
-                if leftover.name.startswith((_SAVING, _DELETING)):
+                if leftover.name.startswith(_DELETING):
+                    shutil.rmtree(leftover, ignore_errors=True)
+                elif leftover.name.startswith(_SAVING):
                     shutil.rmtree(leftover)
         except OSError as error:
             raise InputError(_cannot_write(self.folder, error.strerror or str(error))) from error
@@ -149,8 +153,10 @@ class Checkpoints:
             _sync_folder(self.folder)
             for old in list_steps(self.folder)[: -self._keep]:
                 doomed = self.folder / f"{_DELETING}{old}"
-                (self.folder / str(old)).rename(doomed)
-                shutil.rmtree(doomed)
+                # What somebody has open or has protected is in nobody's way.
+                with suppress(OSError):
+                    (self.folder / str(old)).rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
         except (OSError, ValueError) as error:
             self._give_up(saving, error)
 
@@ -411,8 +417,9 @@ def _cannot_write(folder: Path, reason: str) -> str:
     return f"cannot write checkpoints to {folder}: {reason}; earlier checkpoints are unharmed"
 
 
-Marks = Mapping[str, float]
+Marks = Mapping[str, Any]  # JSON values
 
+_OF_NO_LOG_PROB = ("max_positions", "router_aux_loss_coef")  # of a model's config
 _SOME = 64  # prompts whose tokens are looked at, or up to twice as many
 
 
@@ -423,6 +430,12 @@ def base_mark(base: Params | None, lora: Lora | None) -> Marks:
     """
     of_lora = {} if lora is None else {"lora_alpha": lora.alpha}
     return of_lora if base is None else {"base_crc32": adapters.fingerprint(base), **of_lora}
+
+
+def model_mark(config: ModelConfig, stop_tokens: Iterable[int]) -> Marks:
+    """The marks of what a model is besides its weights, and of the tokens that end a response."""
+    fields = {name: x for name, x in inputs.leaves(asdict(config)) if name not in _OF_NO_LOG_PROB}
+    return {"model": fields, "stop_tokens": sorted(stop_tokens)}
 
 
 def rows_mark(train: Sequence[Example]) -> Marks:
@@ -449,9 +462,11 @@ def check_marks(restored: Restored, marks: Marks, folder: str | os.PathLike[str]
     """Refuses a checkpoint whose `extra` has other marks; an old one lacks all but the base's.
 
     Raises:
-      InputError: the base, the adapters' alpha, the rows or the prompts are others.
+      InputError: the base, the adapters' alpha, the model's config, the end tokens, the rows or the
+        prompts are others.
     """
     before = restored.extra
+    _check_model(restored, marks, folder)
     if "base_crc32" in marks and before.get("base_crc32") != marks["base_crc32"]:
         raise InputError(
             f"{folder}: the adapters of step {restored.step} were trained on other base weights"
@@ -485,4 +500,23 @@ def check_marks(restored: Restored, marks: Marks, folder: str | os.PathLike[str]
             f"{folder}: prompts have other tokens than they had at step {restored.step}: the"
             " tokenizer, its chat template or the task has changed; restore it, or train in another"
             " run.folder"
+        )
+
+
+def _check_model(restored: Restored, marks: Marks, folder: str | os.PathLike[str]) -> None:
+    """As `check_marks`, of `model_mark`. What another version did not have is not compared."""
+    both = [(each.get("model", {}), each.get("stop_tokens")) for each in (restored.extra, marks)]
+    (had, stopped), (has, stop) = both
+    has = json.loads(json.dumps(has))  # as what was kept
+    changed = [
+        f"{name} was {had[name]!r}, now {has[name]!r}"
+        for name in has
+        if name in had and had[name] != has[name]
+    ]
+    if None not in (stopped, stop) and stopped != stop:
+        changed.append(f"the tokens that end a response were {stopped}, now {stop}")
+    if changed:
+        raise InputError(
+            f"{folder}: the model is another than at step {restored.step}: {'; '.join(changed)};"
+            " restore it, or train in another run.folder"
         )

@@ -35,7 +35,7 @@ from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.run import checkpoints
 from tim_jax.app.run.checkpoints import Checkpoints, Restored, State
-from tim_jax.app.run.loggers import JsonLines
+from tim_jax.app.run.loggers import JsonLines, check_offset
 from tim_jax.common.errors import InputError, writing
 from tim_jax.common.inputs import leaves, shown
 from tim_jax.model import adapters
@@ -109,14 +109,15 @@ class Run:
         changed: Sequence["Difference"] = (),
         config: str = "",
     ):
-        self.folder = folder
+        self.folder = folder.absolute()  # code of the user's may change the current one
         self.resumed = resumed
         self.changed = tuple(changed)
         self._config = config
         self._lock = lock
-        self._checkpoints = Checkpoints(folder / "checkpoints", keep=keep, owner=lock is not None)
+        kept = self.folder / "checkpoints"
+        self._checkpoints = Checkpoints(kept, keep=keep, owner=lock is not None)
         self._lines: dict[str, JsonLines] = {}
-        if not checkpoints.list_steps(folder / "checkpoints"):
+        if not checkpoints.list_steps(kept):
             self._open_lines({})
 
     def restore(self, like: State, marks: checkpoints.Marks | None = None) -> Restored | None:
@@ -137,9 +138,12 @@ class Run:
             return None
         found = replace(restored, extra=restored.extra["extra"])
         checkpoints.check_marks(found, marks or {}, self.folder)
+        sizes = restored.extra["lines"]
         if self._lock is not None:
+            for name in LINE_FILES:
+                check_offset(self.folder / f"{name}.jsonl", sizes.get(name, 0))
             _write_config(self.folder, self._config)
-        self._open_lines(restored.extra["lines"])
+        self._open_lines(sizes)
         self.metrics.last_step = restored.step
         return found
 

@@ -43,6 +43,30 @@ class Sink(Protocol):
         ...
 
 
+def check_offset(path: Path, offset: int) -> None:
+    """Refuses a file of lines that cannot be cut to so many bytes.
+
+    Raises:
+        InputError: it is shorter, or `offset` is not the end of a line.
+    """
+    with writing(path):
+        size = path.stat().st_size if path.exists() else 0
+        if size < offset:
+            raise InputError(
+                f"{path} has {size} bytes, but the checkpoint was saved when it had {offset};"
+                " put the missing lines back or start in another folder"
+            )
+        if not offset:
+            return
+        with open(path, "rb") as file:
+            file.seek(offset - 1)
+            if file.read(1) != b"\n":
+                raise InputError(
+                    f"{path} was changed since the checkpoint: byte {offset} does not end a line;"
+                    " restore the file or start in another folder"
+                )
+
+
 class JsonLines:
     """A file of one JSON object a line, `{"step": step, ...}`, without buffering.
 
@@ -65,24 +89,12 @@ class JsonLines:
         with writing(self.path):
             self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
         if offset is not None:
-            self._cut(offset)
-
-    def _cut(self, offset: int) -> None:
-        size = os.fstat(self._file.fileno()).st_size
-        if size < offset:
-            self._file.close()
-            raise InputError(
-                f"{self.path} has {size} bytes, but the checkpoint was saved when it had {offset};"
-                " put the missing lines back or start in another folder"
-            )
-        self._file.seek(max(offset - 1, 0))
-        if offset and self._file.read(1) != b"\n":
-            self._file.close()
-            raise InputError(
-                f"{self.path} was changed since the checkpoint: byte {offset} does not end a line;"
-                " restore the file or start in another folder"
-            )
-        self._file.truncate(offset)
+            try:
+                check_offset(self.path, offset)
+            except InputError:
+                self._file.close()
+                raise
+            self._file.truncate(offset)
 
     def write(self, step: int, values: Values) -> None:
         if "step" in values:

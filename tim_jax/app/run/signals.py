@@ -14,19 +14,24 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_TOGETHER = 10.0  # seconds
+
 
 class Preemption:
-    """A context in which SIGTERM sets `asked`; a second one has its usual effect.
+    """A context in which SIGTERM sets `asked`; one that comes much later has its usual effect.
 
+    Within `_TOGETHER` they are one: a scheduler may signal every process, and a study its runs too.
     Outside of a program's main thread, where no signal can be caught, `asked` stays False.
     """
 
     def __init__(self):
         self.asked = False
+        self._asked_at = 0.0
         self._before = None
 
     def __enter__(self) -> "Preemption":
@@ -38,8 +43,11 @@ class Preemption:
         self._restore()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        self._restore()
+        if not self.asked:
+            self.asked, self._asked_at = True, time.monotonic()
+        elif time.monotonic() - self._asked_at > _TOGETHER:
+            self._restore()
+            signal.raise_signal(signal.SIGTERM)
 
     def _restore(self) -> None:
         before, self._before = self._before, None

@@ -101,6 +101,7 @@ def state(study: Any, arms: Sequence[Arm], folder: Path, *, seeds: Sequence[int]
                     f"{folder} holds a study that was stated with another {key}; give the changed"
                     " study another folder (--folder)"
                 )
+        folders.record_start(folder)  # where there was no room for it the first time
         return stated
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +152,7 @@ def run(stated: Stated, *, jobs: int, say: Callable[[str], None]) -> None:
     say(f"{len(stated.runs)} runs, {len(stated.runs) - len(waiting)} of them done")
     configs = {arm.name: arm for arm in stated.arms}
     failed: list[str] = []
-    running: dict[Planned, tuple[subprocess.Popen, IO]] = {}
+    running: dict[Planned, _Running] = {}
     said = time.monotonic()
     with Preemption() as preemption:
         try:
@@ -162,10 +163,10 @@ def run(stated: Stated, *, jobs: int, say: Callable[[str], None]) -> None:
                     say(f"{one.arm}, seed {one.seed}: begins, {number} of {len(stated.runs)}")
                     running[one] = _start(one, configs[one.arm], stated.folder)
                 time.sleep(_POLL)
-                for one in [one for one in running if running[one][0].poll() is not None]:
-                    process, log = running.pop(one)
-                    log.close()
-                    outcome = _ended(one, process.returncode)
+                for one in [one for one in running if running[one].process.poll() is not None]:
+                    ended = running.pop(one)
+                    ended.log.close()
+                    outcome = _ended(one, ended)
                     if outcome == _BUSY:
                         waiting.append(one)  # a process of an earlier call still works on it
                         time.sleep(_POLL * 5)
@@ -185,7 +186,15 @@ def run(stated: Stated, *, jobs: int, say: Callable[[str], None]) -> None:
         raise InputError(f"study: {failed[0]}{more}; the same command tries again")
 
 
-def _start(one: Planned, arm: Arm, study: Path) -> tuple[subprocess.Popen, IO]:
+class _Running(NamedTuple):
+    """The process of a run, and its log, which has `before` bytes of earlier ones."""
+
+    process: subprocess.Popen
+    log: IO
+    before: int
+
+
+def _start(one: Planned, arm: Arm, study: Path) -> _Running:
     began = folders.read_start(study)
     config = arm.config(one.seed, one.folder)
     path, log = one.folder.with_suffix(".toml"), one.folder.with_suffix(".log")
@@ -195,26 +204,30 @@ def _start(one: Planned, arm: Arm, study: Path) -> tuple[subprocess.Popen, IO]:
             folders.record_start(one.folder, began)
         path.write_text(toml.dump(config), encoding="utf-8")
         file = open(log, "ab")  # noqa: SIM115
+        before = log.stat().st_size
     except OSError as error:
         raise InputError(f"cannot write {error.filename}: {error.strerror}") from error
     quiet = subprocess.DEVNULL
-    return subprocess.Popen(_command(path), stdout=file, stderr=file, stdin=quiet), file
+    process = subprocess.Popen(_command(path), stdout=file, stderr=file, stdin=quiet)
+    return _Running(process, file, before)
 
 
 def _command(path: Path) -> list[str]:
     return [sys.executable, "-m", "tim_jax", "train", str(path)]
 
 
-def _ended(one: Planned, status: int) -> str:
+def _ended(one: Planned, ended: _Running) -> str:
     """ "" if the run is done, else what to say of it."""
-    log = one.folder.with_suffix(".log")
+    log, status = one.folder.with_suffix(".log"), ended.process.returncode
     if status == 0 and one.done:
         return ""
     last = _last_line(one)
     if status == errors.NOT_FINITE.status:
-        one.ended.write_text(json.dumps({"status": status, "line": last}) + "\n")
+        with writing(one.ended):
+            write_json(one.ended, {"status": status, "line": last})
         return ""
-    if _BUSY in last:
+    # Not the last line alone: the process that has the folder writes to the same log.
+    if _BUSY.encode() in log.read_bytes()[ended.before :]:
         return _BUSY
     return f"the run of {one.arm}, seed {one.seed}, ended with status {status}: {last} ({log})"
 
@@ -225,13 +238,13 @@ def _last_line(one: Planned) -> str:
     return lines[-1] if lines else ""
 
 
-def _stop(running: dict[Planned, tuple[subprocess.Popen, IO]]) -> None:
+def _stop(running: dict[Planned, _Running]) -> None:
     """Lets runs that are under way save their step and end."""
-    for process, _ in running.values():
-        process.terminate()
-    for process, log in running.values():
-        process.wait()
-        log.close()
+    for each in running.values():
+        each.process.terminate()
+    for each in running.values():
+        each.process.wait()
+        each.log.close()
 
 
 def read(path: Path) -> Study | GradientStudy:
