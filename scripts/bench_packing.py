@@ -19,7 +19,7 @@ from bench_slots import forced
 
 from tim_jax import objectives, optimizers
 from tim_jax.instruments.auditing import random_params
-from tim_jax.model.execution import Execution, Sampling
+from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.policy import sampler, scoring
 from tim_jax.rl import loop, programs
 from tim_jax.rl.training import Training
@@ -78,12 +78,13 @@ def rollout_of(execution: Execution, params, sizes: common.Sizes, lengths: np.nd
     Those that the sampler records are not of the tokens that are forced.
     """
     draw = partial(forced, lengths=jnp.asarray(lengths), execution=execution)
-    program = jax.jit(partial(sampler.sample, execution=execution, samples=1, draw=draw))
+    draw_all = partial(sampler.sample, execution=execution, samples=1, draw=draw)
+    program = jit(draw_all, execution.numerics)
     prompts = exactness_cost.make_prompts(execution.config, sizes, SEQUENCES)
     weights = jax.jit(execution.prepare)(params)
     rollout = jax.device_get(program(weights, prompts, jax.random.key(_SEED)))
     assert (rollout.lengths == lengths).all()
-    score = jax.jit(partial(scoring.score, execution=execution))
+    score = jit(partial(scoring.score, execution=execution), execution.numerics)
     log_probs = jax.device_get(score(weights, rollout).log_probs)
     return dataclasses.replace(rollout, log_probs=np.where(rollout.mask, log_probs, 0.0))
 

@@ -1,5 +1,6 @@
 """Metrics against float64 NumPy, on quiet, wild and empty batches."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tim_jax import corrections, metrics
 from tim_jax.common.errors import InputError
+from tim_jax.numerics import masked
 from tim_jax.objectives import Objective
 
 mismatch_metrics = jax.jit(metrics.mismatch_metrics)
@@ -507,3 +509,48 @@ def test_a_nan_log_prob_is_seen_by_every_share_and_moment():
             assert float(value) == pytest.approx(shares[name]), name
         elif name not in counts:
             assert np.isnan(float(value)), name
+
+
+def test_a_share_is_below_1_if_one_of_many_is_missing():
+    whole = jnp.ones(20_000_000, bool)
+    assert float(masked.share(whole, whole)) == 1.0
+    assert float(masked.share(whole.at[5].set(False), whole)) == np.nextafter(np.float32(1), 0)
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 4)])
+def test_metrics_of_no_tokens_are_those_of_nothing(shape):
+    nothing = jnp.zeros(shape)
+    found = metrics.mismatch_metrics(nothing, nothing, jnp.ones(shape, bool))
+    masked_out = metrics.mismatch_metrics(*jnp.zeros((2, 1, 3)), jnp.zeros((1, 3), bool))
+    assert {k: float(v) for k, v in found.items()} == {k: float(v) for k, v in masked_out.items()}
+
+
+def test_the_load_of_long_runs_fits_its_counter():
+    """5.7 million positions of 48 layers of 128 experts, 8 of them a token."""
+    loads = np.full((48, 128), 356_250, np.int32)
+    loads[:, 0] += 1000
+    loads[:, 1] -= 1000
+    one = jnp.ones((1, 2))
+    found = metrics.routing_metrics(one, one, one > 0, jnp.asarray(loads))["load_max"]
+    assert float(found) == pytest.approx(loads.max() / loads.mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("how", ["explicit", "shard_map"])
+def test_expert_loads_of_rows_on_several_devices(how):
+    rng = np.random.default_rng(0)
+    routes = rng.integers(0, 4, (4, 5, 2, 2)).astype(np.int32)
+    inside = rng.random((4, 5)) < 0.7
+    kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
+    rows = PartitionSpec("x")
+    count = functools.partial(metrics.expert_loads, experts=4)
+    split = count
+    if how == "shard_map":
+        split = jax.shard_map(
+            lambda *each: jax.lax.psum(count(*each), "x"),
+            mesh=mesh,
+            in_specs=rows,
+            out_specs=PartitionSpec(),
+        )
+    placed = jax.device_put((routes, inside), NamedSharding(mesh, rows))
+    np.testing.assert_array_equal(jax.jit(split)(*placed), count(routes, jnp.asarray(inside)))

@@ -145,13 +145,16 @@ def expert_loads(routes: jax.Array, inside: jax.Array, *, experts: int) -> jax.A
     layers = routes.shape[2]
     starts = experts * jnp.arange(layers, dtype=jnp.int32)[None, :, None]
 
+    routes, inside = whole(routes), whole(inside)
+
     def add(loads: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         of_row, inside = row
         places = of_row.astype(jnp.int32) + starts
         counted = jnp.broadcast_to(inside[:, None, None], places.shape).astype(jnp.int32)
         return loads.at[places.reshape(-1)].add(counted.reshape(-1)), None
 
-    nothing = jnp.zeros((layers * experts,), jnp.int32)
+    # Made of the input, so that it varies over the axes of a `shard_map` as what is added does.
+    nothing = jnp.zeros((layers * experts,), jnp.int32) + 0 * jnp.sum(inside, dtype=jnp.int32)
     loads, _ = jax.lax.scan(add, nothing, (routes, inside))
     return loads.reshape(layers, experts)
 
@@ -174,7 +177,9 @@ def routing_metrics(
     """
     agreement, entropy = widened(agreement, entropy)
     busiest = jnp.max(loads)
-    even = jnp.maximum(jnp.sum(loads), 1).astype(jnp.float32) / loads.size
+    # By layer, which all have the same total: that of all layers does not fit 32 bits in long runs.
+    even = jnp.max(jnp.sum(loads, axis=1)).astype(jnp.float32) / loads.shape[1]
+    even = jnp.where(even == 0.0, 1.0, even)
     balanced = (busiest == jnp.min(loads)) & (busiest > 0)
     return {
         "agreement": masked.mean(agreement, mask),

@@ -215,8 +215,8 @@ def _onset(history: jax.Array, baseline: jax.Array) -> jax.Array:
 
 
 def _no_place(history: jax.Array, baseline: jax.Array) -> jax.Array:
-    del history, baseline  # the search costs more than all else: it waits for a surge
-    return jnp.zeros((), jnp.int32)
+    del baseline  # the search costs more than all else: it waits for a surge
+    return jnp.zeros_like(history[0], jnp.int32)
 
 
 @functools.cache
@@ -391,6 +391,7 @@ def effective_sample_size(log_weights: jax.Array, valid: jax.Array) -> jax.Array
     valid. Weights that are not valid are ignored; a NaN among the valid makes it NaN.
     """
     [wide], bound = strict.widened(log_weights), strict.LOG_RATIO_BOUND
+    valid = valid.astype(bool)
     weights = jnp.where(valid, strict.exp(jnp.clip(wide, -bound, bound)), 0.0)
     total, _ = compensated_sum(weights)
     squares, _ = compensated_sum(jnp.square(weights))

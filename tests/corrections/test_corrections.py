@@ -1277,3 +1277,74 @@ def test_a_bound_on_turns_masks_one_turn_and_not_its_episode():
         mask=mask,
     )
     assert applied.coefficients.tolist() == [[0.0, 0.0, 0.0, 1.0, 1.0, 1.0]]
+
+
+def own_token_tis():
+    """An optax transform of a user's own, which neither masks nor stops the gradient."""
+
+    def update(updates, state, params=None, *, log_ratio, **extra):
+        del params, extra
+        return updates * jnp.minimum(jnp.exp(log_ratio), 2.0), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def test_no_gradient_flows_through_a_transform_of_the_users_own():
+    difference, log_probs = jnp.asarray([[0.3, -0.2, 0.1]]), jnp.asarray([[-0.5, -1.0, -2.0]])
+    mask = jnp.ones((1, 3), bool)
+
+    def loss(scale, correction):
+        now = log_probs + scale * difference
+        given = correct(correction, log_ratio=now - log_probs, mask=mask).coefficients
+        return -jnp.sum(given * now)
+
+    own, ours = (jax.grad(loss)(1.0, x) for x in (own_token_tis(), corrections.token_tis()))
+    assert float(own) == pytest.approx(float(ours), rel=1e-6)
+    chained = corrections.chain(corrections.reject("k3", over="mean", upper=9.0), own_token_tis())
+    assert float(jax.grad(loss)(1.0, chained)) == pytest.approx(float(ours), rel=1e-6)
+
+
+def test_a_transform_of_the_users_own_is_0_off_the_mask():
+    mask = jnp.asarray([[True, True, False]])
+    log_ratio = jnp.asarray([[0.3, -0.2, jnp.nan]])
+    found = correct(own_token_tis(), log_ratio=log_ratio, mask=mask)
+    assert float(found.coefficients[0, 2]) == 0.0
+
+
+def test_masks_of_numbers_are_read_as_bools_in_metrics_too():
+    weights = jnp.asarray([[1.1, 1.2, 0.0, 1.3, 0.0]])
+    turns = jnp.asarray([[1, 1, 0, 2, 2]])
+    ratios_of = {"old": jnp.log(jnp.where(turns > 0, weights + 0.1, 1.0))}
+    chain = corrections.geometric_rejection_token_tis(lower=0.9, upper=1.11)
+
+    def measured(mask):
+        return {
+            "mean": corrections.batch_mean(weights, mask),
+            **corrections.block_metrics(chain, ratios_of, mask),
+            **corrections.bound_metrics(chain, ratios_of, mask),
+            **corrections.sequence_weight_metrics(chain, ratios_of, mask),
+        }
+
+    by_number, by_bool = measured(turns), measured(turns > 0)
+    assert len(by_bool) > 5
+    assert {k: float(v) for k, v in by_number.items()} == {k: float(v) for k, v in by_bool.items()}
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 4)])
+def test_a_batch_of_nothing_has_nothing_to_correct(shape):
+    found = correct(corrections.token_tis(), log_ratio=jnp.zeros(shape), mask=jnp.ones(shape, bool))
+    assert found.coefficients.shape == shape
+    assert float(found.metrics["coefficient_mean"]) == 0.0
+
+
+def test_a_packed_batch_on_an_explicit_mesh_has_the_bits_of_one_device():
+    log_ratio = jnp.linspace(-1.0, 1.0, 8)
+    arrays = {"log_ratio": log_ratio, "mask": log_ratio < 0.9}
+    arrays |= {"segment_ids": jnp.repeat(jnp.arange(2), 4)}
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    placed = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec("x")))
+
+    def weights(arrays):
+        return coefficients(corrections.sequence_tis(), **arrays, segments=2)
+
+    assert_same_bits(jax.jit(weights)(placed), jax.jit(weights)(arrays))

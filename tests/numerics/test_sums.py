@@ -114,3 +114,13 @@ def test_a_sum_is_one_program_by_itself_and_none_within_another(function):
     within = [e.params.get("name") for e in jax.make_jaxpr(lambda x: function(x))(values).eqns]
     assert within == calls
     assert tiny.bits(alone) == tiny.bits(jax.jit(lambda x: function(x))(values))
+
+
+def test_a_running_sum_has_the_same_bits_on_an_explicit_mesh():
+    values = draw(16, 3)
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    place = NamedSharding(mesh, PartitionSpec(None, "y"))
+    values = values[:, : values.shape[1] // 4 * 4]
+    found = jax.jit(sums.running_sum)(jax.device_put(values, place))
+    assert found.sharding.spec == place.spec
+    assert np.array_equal(np.asarray(found), np.asarray(jax.jit(sums.running_sum)(values)))

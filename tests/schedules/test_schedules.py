@@ -553,3 +553,30 @@ def test_effective_sample_size_at_its_edges(log_weights, share):
     got = effective_sample_size(values, valid)
     np.testing.assert_allclose(got, share, rtol=1e-6)
     assert float(effective_sample_size(values, ~valid)) == 1.0
+
+
+def test_a_decay_of_each_device_has_a_state_of_its_own():
+    """As many seeds as devices, each with its lengths, in `shard_map`."""
+    decay = schedules.length_triggered_decay()
+    mesh = jax.make_mesh((2,), ("seed",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("seed")
+
+    def step(state, length):
+        state = jax.tree.map(lambda x: x[0], state)
+        _, state = decay.update(jnp.ones(2), state, None, response_length=length[0])
+        return jax.tree.map(lambda x: x[None], state)
+
+    states = jax.vmap(lambda _: decay.init(None))(jnp.arange(2))
+    lengths = jnp.asarray([3.0, 9.0])
+    split = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=rows, out_specs=rows))(states, lengths)
+    alone = jax.vmap(lambda state, length: step(*jax.tree.map(lambda x: x[None], (state, length))))
+    joined = jax.tree.map(lambda x: x[:, 0], jax.jit(alone)(states, lengths))
+    jax.tree.map(np.testing.assert_array_equal, split, joined)
+
+
+def test_the_effective_sample_size_reads_valid_as_bools():
+    weights = jnp.asarray([0.0, 0.2, -1.5, 0.0])
+    lengths = jnp.asarray([3, 9, 5, 0])
+    found, expected = (schedules.effective_sample_size(weights, x) for x in (lengths, lengths > 0))
+    assert float(found) == float(expected)
+    assert float(schedules.effective_sample_size(jnp.zeros(0), jnp.ones(0, bool))) == 1.0

@@ -41,7 +41,7 @@ def layout_of(segment_ids: jax.Array, segments: int | None, mask: jax.Array) -> 
             f"segment_ids have shape {segment_ids.shape} and the mask {mask.shape}; a packed batch"
             " is one row of tokens, and they must both have its length"
         )
-    segment_ids = jnp.asarray(segment_ids).astype(jnp.int32)
+    segment_ids = whole(jnp.asarray(segment_ids)).astype(jnp.int32)
     member = segment_ids[None, :] == jnp.arange(segments, dtype=jnp.int32)[:, None]
     before = jnp.cumsum(member, axis=1, dtype=jnp.int32) - 1
     row = jnp.clip(segment_ids, 0, segments - 1)
@@ -64,7 +64,7 @@ def unpack(x: jax.Array, at: Layout) -> jax.Array:
             f" {at.segments} sequences; it must have one number a token, or one a sequence"
         )
     rows = jnp.zeros((at.segments, x.shape[0]), x.dtype)
-    return rows.at[at.row, at.column].set(x, mode="drop")
+    return rows.at[at.row, at.column].set(whole(x), mode="drop")
 
 
 def pack(x: jax.Array, at: Layout) -> jax.Array:
@@ -199,6 +199,8 @@ def apply(correction: Correction, start: jax.Array, state: Any, **extra: Any) ->
         coefficients, after = block.transform.update(coefficients, before, **extra)
         coefficients = cast(jax.Array, coefficients)
         states.append(after)
+    # A transform of the user's own may do neither.
+    coefficients = jax.lax.stop_gradient(jnp.where(mask, coefficients, 0.0))
     return Applied(coefficients, kept, tuple(states), normaliser)
 
 
@@ -257,7 +259,7 @@ def clipped_shares(
     bounds: Bounds, log_ratio: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns bool[B, R] twice: the tokens whose ratio is below and above the bounds."""
-    log_ratio, mask = whole(log_ratio), whole(mask)
+    log_ratio, mask = whole(log_ratio), whole(mask).astype(bool)
     at_level = jnp.broadcast_to(ratio(log_ratio, mask, bounds.level), mask.shape)
     flags = outside(at_level, bounds.lower, bounds.upper)
     flags = {side: mask & flag for side, flag in flags.items()}
@@ -273,7 +275,7 @@ def bound_metrics(
     `log_ratios` holds the f32[B, R] that the blocks read, by what they read; a token counts once
     however many blocks bound it. Empty if no block has bounds.
     """
-    beyond: dict[str, Any] = {}
+    beyond, mask = cast(dict[str, Any], {}), mask.astype(bool)
     for block in correction.blocks:
         if block.bounds is not None:
             flags = clipped_shares(block.bounds, log_ratios[block.reads], mask)
@@ -298,7 +300,7 @@ def block_metrics(
       extra: `log_probs` by what the blocks read too, and `advantages`. A block without what it
         needs, or with a state (`scheduled`), is left out.
     """
-    mask, found = whole(mask), {}
+    mask, found = whole(mask).astype(bool), {}
     full = jnp.any(mask, axis=1)
     for label, block in _labelled(correction):
         arrays = _arrays(block, log_ratios, mask, extra)
@@ -326,7 +328,7 @@ def sequence_weight_metrics(
     deviation, 0 for one sequence; `max_deviation` the largest distance from 1. Empty if no block
     weights, or one has a state. For the arguments see `block_metrics`.
     """
-    mask = whole(mask)
+    mask = whole(mask).astype(bool)
     blocks = [block for block in correction.blocks if block.effect in ("weight", "mask")]
     if not any(block.effect == "weight" for block in blocks):
         return {}

@@ -248,7 +248,7 @@ def _chosen(sign: Sign, block: Block) -> Block:
 
     def choose(coefficients, mask, advantages, changed):
         del mask
-        chosen = advantages > 0.0 if sign == "positive" else advantages < 0.0
+        chosen = advantages > 0 if sign == "positive" else advantages < 0
         return jnp.where(chosen[:, None] if chosen.ndim == 1 else chosen, changed, coefficients)
 
     def update(updates, state, params=None, **extra):
@@ -445,7 +445,7 @@ def batch_mean(
     `coefficients` f32[B, R] are 0 off `mask`. Same bits however the batch is split.
     """
     [coefficients] = strict.widened(coefficients)
-    return _mean_of(*_row_totals(coefficients, mask, unit, among), axis_name)
+    return _mean_of(*_row_totals(coefficients, mask.astype(bool), unit, among), axis_name)
 
 
 def _row_totals(coefficients, mask, unit: Unit, among: Among) -> tuple[jax.Array, jax.Array]:

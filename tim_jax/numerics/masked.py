@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from tim_jax.numerics.sums import compensated_sum, count
 
+_BELOW_ONE = 1.0 - 2.0**-24  # the largest float32
 # In thousandths.
 QUANTILES = {"p01": 10, "p25": 250, "p50": 500, "p75": 750, "p99": 990, "p999": 999}
 
@@ -30,9 +31,11 @@ def mean(values: jax.Array, mask: jax.Array) -> jax.Array:
 def share(part: jax.Array, whole: jax.Array) -> jax.Array:
     """Returns f32[], the number of True places of `part` over that of `whole`; 1 for all of them.
 
-    0 if `whole` has none.
+    Below 1 if one is missing, however many there are. 0 if `whole` has none.
     """
-    return quotient(jnp.sum(part, dtype=jnp.int32).astype(jnp.float32), count(whole))
+    number, total = (jnp.sum(x, dtype=jnp.int32) for x in (part, whole))
+    found = quotient(number.astype(jnp.float32), count(whole))
+    return jnp.where(number < total, jnp.minimum(found, _BELOW_ONE), found)
 
 
 def quotient(part: jax.Array, whole: jax.Array) -> jax.Array:
@@ -60,7 +63,8 @@ def effective_share(
 def extreme(values: jax.Array, mask: jax.Array, function: Callable) -> jax.Array:
     """Returns f32[], `jnp.max` or `jnp.min` of the masked values; 0 if there are none."""
     outside = -jnp.inf if function is jnp.max else jnp.inf
-    return jnp.where(jnp.any(mask), function(jnp.where(mask, values, outside)), 0.0)
+    found = function(jnp.where(mask, values, outside), initial=outside)
+    return jnp.where(jnp.any(mask), found, 0.0)
 
 
 def quantiles(values: jax.Array, mask: jax.Array, name: str) -> dict[str, jax.Array]:
@@ -68,6 +72,8 @@ def quantiles(values: jax.Array, mask: jax.Array, name: str) -> dict[str, jax.Ar
 
     If one of them is NaN, all quantiles are NaN, as in NumPy.
     """
+    if values.size == 0:
+        return {f"{name}_{label}": jnp.zeros((), values.dtype) for label in QUANTILES}
     unordered = jnp.any(mask & jnp.isnan(values))
     ordered = jnp.sort(jnp.where(mask, values, jnp.inf).reshape(-1))
     last = jnp.maximum(jnp.sum(mask, dtype=jnp.int32) - 1, 0)

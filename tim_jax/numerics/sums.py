@@ -55,13 +55,14 @@ def running_sum(values: jax.Array, *, reverse: bool = False) -> jax.Array:
     With `reverse`, from each place on. In log2(R) rounds of doubling: the order of additions at a
     place depends on how far it reaches only, so zeros appended to the axis change no bit.
     """
-    values, reach = strict.uncontracted(values), 1
+    before = jax.typeof(values).sharding
+    values, reach = strict.uncontracted(_gathered(values)), 1
     while reach < values.shape[-1]:
         pad = [(0, 0)] * (values.ndim - 1) + [(0, reach) if reverse else (reach, 0)]
         moved = values[..., reach:] if reverse else values[..., :-reach]
         values = values + jnp.pad(moved, pad)
         reach *= 2
-    return values
+    return _placed_as(before, values)
 
 
 def run_sum(values: jax.Array, mask: jax.Array) -> jax.Array:
@@ -79,8 +80,13 @@ def run_sum(values: jax.Array, mask: jax.Array) -> jax.Array:
     # The last of a run has its sum, which the others are given from behind.
     last = jnp.where(ends, total, zero)
     sums = _segment_sum(last[..., ::-1], (ends | ~mask)[..., ::-1])[..., ::-1]
+    return _placed_as(before, sums)
+
+
+def _placed_as(before: Any, values: jax.Array) -> jax.Array:
+    """The array with the sharding that its type had before."""
     same = all(axis is None for axis in before.spec)
-    return sums if same else jax.sharding.reshard(sums, before)
+    return values if same else jax.sharding.reshard(values, before)
 
 
 def _segment_sum(values: jax.Array, starts: jax.Array) -> jax.Array:

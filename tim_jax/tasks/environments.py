@@ -37,7 +37,7 @@ from tim_jax.common.inputs import shown
 from tim_jax.tasks.base import TIMEOUT, Message
 from tim_jax.tasks.custom import LARGEST, described, load_function, user_code
 from tim_jax.tasks.episodes import Answer, Completion, Content, Packed, Reply, Turn, failed
-from tim_jax.tasks.guard import START_SECONDS, Crowd, Refusal
+from tim_jax.tasks.guard import START_SECONDS, Crowd, Outcome, Refusal
 from tim_jax.tasks.worker import end_if_forked
 
 SECONDS = 30.0  # for one reply
@@ -371,6 +371,10 @@ class Guarded:
         except Refusal as refusal:
             raise InputError(f"{self._label}: {refusal}{more}") from None
 
+    def _next(self, outcomes: Iterator[tuple[int, Outcome]]) -> tuple[int, Outcome] | None:
+        with self._refusing(self._others):
+            return next(outcomes, None)
+
     def _declaration(self) -> Declared:
         [(_, outcome)] = self._crowd.stream([None], seconds=START_SECONDS)
         found: Mapping[str, Any] = outcome.value or {
@@ -384,11 +388,8 @@ class Guarded:
         """Yields (index in `turns`, answer) for each, in the order in which they are there."""
         bodies = [_sent(turn) for turn in turns]
         outcomes = self._crowd.stream(bodies, together=self._together)
-        while True:
-            with self._refusing(self._others):
-                index, outcome = next(outcomes, (None, None))
-            if outcome is None:
-                break
+        while (found := self._next(outcomes)) is not None:
+            index, outcome = found
             state = turns[index].state
             if outcome.fault is None:
                 yield index, _received(state, outcome.value)
