@@ -101,6 +101,19 @@ def test_a_step_from_own_rows_is_the_step_of_the_loop(model, rollout, rows):
 
 
 @pytest.mark.slow
+def test_a_state_that_waits_in_the_hosts_memory_is_learnt_with(model, rows):
+    """Of a model, whose state is on the devices at first, and of a step."""
+    found = []
+    for offload in (False, True):
+        training = model.training(samples=4, prompts_per_step=2, offload=offload)
+        step = tim.learn(model, rows, REWARDS, optimizer=SGD, training=training)
+        first = bits(step.model.params)
+        found.append((first, bits(tim.learn(step, rows, REWARDS).model.params)))
+        assert first != bits(model.params)
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
 def test_state_goes_in_and_comes_out(model, rows):
     """That of adapters and of a reference too."""
     how = {"training": model.training(lora=tim.Lora(2)), "objective": objectives.grpo()}

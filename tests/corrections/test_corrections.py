@@ -1286,7 +1286,7 @@ def own_token_tis():
         del params, extra
         return updates * jnp.minimum(jnp.exp(log_ratio), 2.0), state
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, cast(Any, update))
 
 
 def test_no_gradient_flows_through_a_transform_of_the_users_own():
@@ -1314,7 +1314,7 @@ def test_a_transform_of_the_users_own_is_0_off_the_mask():
 def test_masks_of_numbers_are_read_as_bools_in_metrics_too():
     weights = jnp.asarray([[1.1, 1.2, 0.0, 1.3, 0.0]])
     turns = jnp.asarray([[1, 1, 0, 2, 2]])
-    ratios_of = {"old": jnp.log(jnp.where(turns > 0, weights + 0.1, 1.0))}
+    ratios_of: dict[Any, jax.Array] = {"old": jnp.log(jnp.where(turns > 0, weights + 0.1, 1.0))}
     chain = corrections.geometric_rejection_token_tis(lower=0.9, upper=1.11)
 
     def measured(mask):

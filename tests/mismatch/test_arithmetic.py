@@ -21,7 +21,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
 from tim_jax.instruments.auditing import PRESETS, random_params
 from tim_jax.kernels import cache, formulas, native, variants
-from tim_jax.mismatch import Names, reporting
+from tim_jax.mismatch import Mismatch, Names, dial, reporting
 from tim_jax.model.execution import Execution
 from tim_jax.numerics import Order
 from tim_jax.rl.programs import sampling_program
@@ -440,6 +440,22 @@ def test_a_replaced_end_stands_under_the_ends_log_prob():
     changed = np.argwhere(np.asarray(after.responses != before.responses)).tolist()
     assert changed == [[row, int(before.lengths[row]) - 1] for row in range(0, 6, 2)]
     assert {int(after.responses[tuple(place)]) for place in changed} == {9}
+
+
+def test_rewards_are_given_for_the_text_without_what_replaces_its_end():
+    before = recorded()
+    lengths, ended = np.asarray(before.lengths), np.asarray(before.finished)
+    last = jnp.arange(before.responses.shape[1])[None, :] == (before.lengths - 1)[:, None]
+    before = replace(before, responses=jnp.where(last & before.finished[:, None], 1, 9))
+    for table, expected in (
+        ({"replacement": 7}, lengths - ended),
+        ({"replacement": 7, "share": 0.0}, lengths),
+        ({}, lengths - ended),  # what is reported is a token shorter itself
+    ):
+        one = dials.entry("dropped_end", **table)
+        after = one.rollout(before, dials.names())
+        said = dial.without_replaced_ends(after, mismatch=Mismatch((one,)), stop_tokens=(1,))
+        np.testing.assert_array_equal(said.lengths, expected)
 
 
 def test_more_ends_are_lost_at_a_higher_share():

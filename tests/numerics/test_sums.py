@@ -117,7 +117,7 @@ def test_a_sum_is_one_program_by_itself_and_none_within_another(function):
 
 
 def test_a_running_sum_has_the_same_bits_on_an_explicit_mesh():
-    values = draw(16, 3)
+    values = np.asarray(draw(16, 3))
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     place = NamedSharding(mesh, PartitionSpec(None, "y"))
     values = values[:, : values.shape[1] // 4 * 4]

@@ -421,6 +421,35 @@ def test_a_turn_may_be_given_the_rewards_from_it_on_alone():
     assert returns[:7].tolist() == [5.0] * 3 + [0.0] + [4.0] * 3  # the reply has none
 
 
+@pytest.mark.parametrize("masked", [[6], [2, 6], [4, 5, 6]])
+def test_a_turns_reward_outlives_its_last_token(masked):
+    """Masked, dropped or rejected: the other tokens up to there have it."""
+    drawn = jnp.arange(10)[None, :] % 4 < jnp.asarray([[3]] * tiny.ROWS)
+    whole = replace(tiny.rollout(), drawn=drawn, lengths=jnp.full(tiny.ROWS, 8))
+    rewards = np.zeros((tiny.ROWS, 10), np.float32)
+    rewards[:, 2], rewards[:, 6] = 1.0, 4.0
+    learning = Learning(objectives.Objective(estimator="reinforce"), tiny.GROUP, credit="turn")
+
+    def advantages(rollout):
+        return experience(
+            {},
+            None,
+            Carried(()),
+            rollout,
+            jnp.asarray(rewards.sum(1)),
+            None,
+            jnp.asarray(rewards),
+            score=lambda *_: (jnp.zeros((tiny.ROWS, 10)), None),
+            learning=learning,
+        ).experience.advantages
+
+    hidden = jnp.isin(jnp.arange(10), jnp.asarray(masked))[None, :] & jnp.ones_like(drawn)
+    found, expected = (np.asarray(advantages(x)) for x in (replace(whole, hidden=hidden), whole))
+    left = np.setdiff1d(np.arange(8), masked)
+    np.testing.assert_array_equal(found[:, left], expected[:, left])
+    assert not found[:, masked].any()
+
+
 # --- what there is not -----------------------------------------------------------------------
 
 REFUSED = {

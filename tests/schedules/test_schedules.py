@@ -566,7 +566,7 @@ def test_a_decay_of_each_device_has_a_state_of_its_own():
         _, state = decay.update(jnp.ones(2), state, None, response_length=length[0])
         return jax.tree.map(lambda x: x[None], state)
 
-    states = jax.vmap(lambda _: decay.init(None))(jnp.arange(2))
+    states = jax.vmap(lambda _: decay.init(jnp.ones(2)))(jnp.arange(2))
     lengths = jnp.asarray([3.0, 9.0])
     split = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=rows, out_specs=rows))(states, lengths)
     alone = jax.vmap(lambda state, length: step(*jax.tree.map(lambda x: x[None], (state, length))))

@@ -9,11 +9,12 @@ mismatch = [
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.types import Names, Prompts, Rollout
@@ -120,6 +121,24 @@ def check(mismatch: Mismatch, execution: Execution) -> None:
         reporter = entry.name if entry.reports else reporter
     _check_together(mismatch, numerics)
     _check_dtypes(mismatch, replace(execution.numerics, family=numerics.family))
+
+
+def without_replaced_ends(
+    rollout: Rollout, *, mismatch: Mismatch, stop_tokens: Sequence[int]
+) -> Rollout:
+    """A reported rollout as the engine's text has it, which rewards are given for.
+
+    Where `dropped_end` has put another token in the end token's place, the response ends before it.
+    """
+    entries = [entry for entry in mismatch.active if isinstance(entry, DroppedEnd)]
+    if all(entry.replacement is None for entry in entries):
+        return rollout
+    responses, lengths, finished = jax.device_get(
+        (rollout.responses, rollout.lengths, rollout.finished)
+    )
+    last = responses[np.arange(len(lengths)), np.maximum(lengths - 1, 0)]
+    replaced = finished & ~np.isin(last, stop_tokens)
+    return replace(rollout, lengths=np.where(replaced, lengths - 1, lengths))
 
 
 def _check_dtypes(mismatch: Mismatch, numerics: Numerics) -> None:

@@ -72,6 +72,7 @@ def advantages(
     eps: float = 1e-6,
     mask: jax.Array | None = None,
     token_rewards: jax.Array | None = None,
+    turn_rewards: jax.Array | None = None,
     greedy_rewards: jax.Array | None = None,
     energies: jax.Array | None = None,
     log_ratio: jax.Array | None = None,
@@ -79,7 +80,7 @@ def advantages(
 ) -> jax.Array:
     """Returns the advantages of the rewards: f32[B], one a response, or f32[B, R], one a token.
 
-    One a token for optimal_token_baseline, and with `token_rewards` k for reinforce,
+    One a token for optimal_token_baseline, and with rewards of tokens or turns k for reinforce,
     reinforce_plus_plus and remax: the r of these four is then the return `r + sum(k_s of s >= t)`
     that follows token t. The others are of whole responses, and their r is `r + sum(k)`.
 
@@ -124,8 +125,10 @@ def advantages(
         estimator: one of the above.
         eps: added to the deviations of grpo and pass_at_k.
         mask: bool[B, R], True on response tokens. If given, rows without a token count in no
-            statistic and get 0, whichever the estimator. Nothing is read off it.
+            statistic and get 0, whichever the estimator. Off it only `turn_rewards` are read.
         token_rewards: f32[B, R], what each token is given besides, such as less a KL penalty.
+        turn_rewards: f32[B, R], what each turn is given besides, at its end; all tokens up to there
+            have it, even if the end itself is masked.
         greedy_rewards: f32[B / samples], for remax.
         energies: f32[B, R], `1 - 2 pi + sum_v pi_v^2`, of the token's and all probabilities: the
             squared norm of the gradient of log pi by the logits. Below 0, by rounding, it is 0.
@@ -138,12 +141,12 @@ def advantages(
             the group size, an array missing or of another shape, or a cap that is not positive.
     """
     check_samples(estimator, samples)
-    wide = strict.widened(rewards, token_rewards, greedy_rewards, energies, log_ratio)
-    rewards, token_rewards, greedy_rewards, energies, log_ratio = wide
+    wide = strict.widened(rewards, token_rewards, turn_rewards, greedy_rewards, energies, log_ratio)
+    rewards, token_rewards, turn_rewards, greedy_rewards, energies, log_ratio = wide
     groups = _groups(rewards, samples)
     mask = None if mask is None else mask.astype(bool)
-    given = {"mask": mask, "token_rewards": token_rewards, "greedy_rewards": greedy_rewards}
-    given |= {"energies": energies, "log_ratio": log_ratio}
+    given = {"mask": mask, "token_rewards": token_rewards, "turn_rewards": turn_rewards}
+    given |= {"greedy_rewards": greedy_rewards, "energies": energies, "log_ratio": log_ratio}
     _check_given(estimator, groups.shape, given)
     if weight_cap is not None and not weight_cap > 0.0:
         raise InputError(f"weight_cap is {weight_cap}; it must be positive, or None for no cap")
@@ -151,9 +154,12 @@ def advantages(
         name: None if x is None else x.reshape(groups.shape[0], -1, *x.shape[1:])
         for name, x in given.items()
     }
-    of_tokens = arrays.pop("token_rewards")
+    of_tokens, of_turns = arrays.pop("token_rewards"), arrays.pop("turn_rewards")
     if of_tokens is not None:
         of_tokens = jnp.where(arrays["mask"], of_tokens, 0.0)
+    if of_turns is not None:
+        of_tokens = of_turns if of_tokens is None else of_tokens + of_turns
+    if of_tokens is not None:
         if estimator in OF_TOKENS:
             groups = groups[:, :, None] + running_sum(of_tokens, reverse=True)
         else:
@@ -359,13 +365,15 @@ def _groups(rewards: jax.Array, samples: int) -> jax.Array:
 
 def _check_given(estimator: Estimator, groups: tuple[int, ...], given: dict[str, Any]) -> None:
     needed = dict.fromkeys(sorted(needs(estimator)), f"the estimator {estimator!r} needs it")
-    if given["token_rewards"] is not None:
-        needed.setdefault("mask", "token_rewards need it")
+    for name in ("token_rewards", "turn_rewards"):
+        if given[name] is not None:
+            needed.setdefault("mask", f"{name} need it")
     for name, why in needed.items():
         if given[name] is None:
             raise InputError(f"{name} is None, but {why}: {_MEANING[name]}")
     prompts, size = groups
-    by_token = [given[name] for name in ("mask", "token_rewards", "energies", "log_ratio")]
+    names = ("mask", "token_rewards", "turn_rewards", "energies", "log_ratio")
+    by_token = [given[name] for name in names]
     width = next((x.shape[-1:] for x in by_token if x is not None), ())
     for name, array in given.items():
         right = (prompts,) if name == "greedy_rewards" else (prompts * size, *width)

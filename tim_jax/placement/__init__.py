@@ -215,7 +215,10 @@ def check_host(devices: Devices) -> None:
 
 
 def to_host(tree: Any) -> Any:
-    """The same arrays with the same shardings in the host's memory; `tree` itself is deleted."""
+    """The same arrays with the same shardings in the host's memory; those of `tree` are deleted.
+
+    Arrays that are there already stay as they are, as in `to_devices`.
+    """
     return _sent(tree, _HOST)
 
 
@@ -225,9 +228,18 @@ def to_devices(tree: Any) -> Any:
 
 
 def _sent(tree: Any, kind: str) -> Any:
-    shardings = jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(kind), tree)
-    moved = jax.block_until_ready(jax.device_put(tree, shardings))
+    leaves, structure = jax.tree.flatten(tree)
+    elsewhere = [leaf for leaf in leaves if _memory(leaf) != kind]
+    shardings = [leaf.sharding.with_memory_kind(kind) for leaf in elsewhere]
+    moved = iter(jax.block_until_ready(jax.device_put(elsewhere, shardings)))
+    found = [leaf if _memory(leaf) == kind else next(moved) for leaf in leaves]
     # JAX does not donate from one memory to another.
-    for leaf in jax.tree.leaves(tree):
+    for leaf in elsewhere:
         leaf.delete()
-    return moved
+    return jax.tree.unflatten(structure, found)
+
+
+def _memory(leaf: jax.Array) -> str:
+    """The kind of memory that an array lies in."""
+    device = next(iter(leaf.sharding.device_set))
+    return leaf.sharding.memory_kind or device.default_memory().kind

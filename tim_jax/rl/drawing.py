@@ -20,6 +20,7 @@ import numpy as np
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts, Rollout, make_key, more_rows
+from tim_jax.mismatch import dial
 from tim_jax.objectives import advantages
 from tim_jax.placement import processes
 from tim_jax.rl import episodes
@@ -340,7 +341,13 @@ def _drawn(sampling: _Sampling, task: Task, text: Text, *, programs: Programs) -
     with waiting.during(SAMPLING):  # it is compiled by now
         jax.block_until_ready((rollout, best))
     sampled = time.perf_counter()
-    samples, faults = graded(task, text, examples, rollout, programs.training.learning.samples)
+    training = programs.training
+    said = dial.without_replaced_ends(
+        rollout,
+        mismatch=training.sampler.mismatch,
+        stop_tokens=training.execution.sampling.stop_tokens,
+    )
+    samples, faults = graded(task, text, examples, said, training.learning.samples)
     rewards, greedy = _rewards(samples), None
     if best is not None:
         graded_best, more = graded(task, text, examples, best, 1)

@@ -102,14 +102,13 @@ def experience(
     rewards, of_tokens, reward_kl, report = _shaped(
         at_end, rollout, old, of_reference, carried.reward_kl, objective
     )
-    if turn_rewards is not None:
-        of_tokens = turn_rewards if of_tokens is None else of_tokens + turn_rewards
     of_step, of_update = corrections.split_state(
         learning.correction, learning.mode, carried.correction
     )
     if objective.reject_before_advantages:
         counted = _kept(counted, old, rollout, learning, of_step)
     arrays = {"mask": counted, "token_rewards": of_tokens, "energies": energies}
+    arrays["turn_rewards"] = turn_rewards
     arrays["log_ratio"] = None if trainer is None else trainer - rollout.log_probs
     estimated = objective.advantages(
         rewards,

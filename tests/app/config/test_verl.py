@@ -365,7 +365,11 @@ def in_bypass(where, *, v1=False, asked=True, **settings):
     return configuration(whole, v1=v1, policy_loss=policy_loss)
 
 
-REINFORCE = {"loss_type": "reinforce", "rollout_is": "sequence", "rollout_rs": "seq_mean_k3"}
+REINFORCE: dict[str, Any] = {
+    "loss_type": "reinforce",
+    "rollout_is": "sequence",
+    "rollout_rs": "seq_mean_k3",
+}
 REINFORCE |= {"rollout_rs_threshold": "0.01"}
 
 
