@@ -113,6 +113,19 @@ def test_a_state_that_waits_in_the_hosts_memory_is_learnt_with(model, rows):
     assert found[0] == found[1]
 
 
+def test_a_step_of_a_loop_with_refills_is_gone_on_from(model, rows):
+    step = tim.learn(model, rows, REWARDS, optimizer=SGD)
+    run = step.started.programs.training
+
+    def of_run(**changes):
+        built = replace(step.started.programs, training=run.varied(**changes))
+        return replace(step, started=step.started._replace(programs=built))
+
+    with pytest.raises(InputError, match=r"drawn elsewhere; start anew from step\.model"):
+        tim.learn(of_run(max_staleness=1), rows, REWARDS)
+    assert tim.learn(of_run(refills=1), rows, REWARDS).number == 2
+
+
 @pytest.mark.slow
 def test_state_goes_in_and_comes_out(model, rows):
     """That of adapters and of a reference too."""

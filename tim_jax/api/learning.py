@@ -173,12 +173,14 @@ def _first(
     return _Before(0, state, started.prepared(state), started)
 
 
-def _check_sampler(run: Training) -> None:
+def _check_sampler(
+    run: Training,
+    mend: str = "leave sampler, max_staleness, own_devices and refills as they are",
+) -> None:
     plain = replace(run.sampler, batching=Sampler().batching)
     if plain != Sampler() or run.refills:
         raise InputError(
-            "learn: training has settings of a sampler, but the rows are drawn elsewhere; leave"
-            " sampler, max_staleness, own_devices and refills as they are"
+            f"learn: training has settings of a sampler, but the rows are drawn elsewhere; {mend}"
         )
     if run.turns is not None or run.learning.credit != "episode":
         raise InputError(
@@ -203,7 +205,7 @@ def _check_objective(run: Training, responses: Sequence[Response]) -> None:
 def _going_on(before: Step, responses: Sequence[Response], samples: int) -> _Before:
     """What a later step begins with: programs for its number of rows."""
     built = before.started.programs
-    _check_sampler(built.training)
+    _check_sampler(built.training.varied(refills=0), "start anew from step.model")
     if built.training.learning.routing == "compared" and built.compare is None:
         raise InputError(
             "learn: the step is one of grpo with routing = 'compared', which compares no experts of"

@@ -372,7 +372,10 @@ class _Where:
         return lambda *args: jax.device_put(program(*args), self.whole)
 
     def greedy(self, drawing: Execution, devices: Devices | None) -> Callable:
-        """A program for one greedy response per prompt, by the sampler without its mismatch."""
+        """A program for one greedy response per prompt, by the sampler without its mismatch.
+
+        But for its weights: they are as old, and merged, as those that the others are drawn by.
+        """
         best = replace(drawing.sampling, temperature=0.0, top_k=0, top_p=1.0)
         drawing = replace(drawing, sampling=best, routing="own")
         program = sampling_program(drawing, samples=1, devices=devices)
