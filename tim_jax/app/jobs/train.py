@@ -240,7 +240,8 @@ def _steps(job: Job, run: Run, state: TrainState, **kept: Any) -> Iterator[Step]
         if processes.leads():
             with writing(path):
                 np.savez(path, **error.batch)
-        raise NonFiniteError(f"{error}; the last one's batch is in {path}", error.batch) from error
+        shown = Path(config.run.folder, path.name)
+        raise NonFiniteError(f"{error}; the last one's batch is in {shown}", error.batch) from error
 
 
 def _end_if(asked: bool, step: int, last: int) -> None:

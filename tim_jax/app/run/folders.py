@@ -110,6 +110,7 @@ class Run:
         config: str = "",
     ):
         self.folder = folder.absolute()  # code of the user's may change the current one
+        self._given = folder  # as messages name it
         self.resumed = resumed
         self.changed = tuple(changed)
         self._config = config
@@ -137,7 +138,7 @@ class Run:
         if restored is None:
             return None
         found = replace(restored, extra=restored.extra["extra"])
-        checkpoints.check_marks(found, marks or {}, self.folder)
+        checkpoints.check_marks(found, marks or {}, self._given)
         sizes = restored.extra["lines"]
         if self._lock is not None:
             for name in LINE_FILES:
