@@ -13,6 +13,8 @@ import tomllib
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -505,6 +507,21 @@ def fail(rewards):
 def terminate(rewards):
     os.kill(os.getpid(), signal.SIGTERM)
     return rewards
+
+
+@pytest.mark.parametrize(("backend", "waits"), [("cpu", [0, 1]), ("gpu", [0])])
+def test_the_first_checkpoint_is_waited_for(monkeypatch, backend, waits):
+    """Else a folder may have two lines and no checkpoint, which is taken for one that lost it."""
+    waited, steps = [], []
+    run = SimpleNamespace(
+        save=lambda step, *_: steps.append(step), wait=lambda: waited.append(steps[-1])
+    )
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(folders, "saved", lambda *_: {})
+    start = train.Start({}, -1, [], None, {})
+    for step in (0, 1):
+        start.save(cast(Any, run), step, cast(Any, None), None, ())
+    assert waited == waits
 
 
 def test_signals_that_come_together_are_one(monkeypatch):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -216,8 +216,12 @@ class ModelConfig:
 
     def computes_as(self, other: "ModelConfig") -> bool:
         """Whether equal weights give equal log-probs under both."""
-        names = (field.name for field in fields(self) if field.name not in _NOT_COMPUTED)
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        return self.computed == other.computed
+
+    @property
+    def computed(self) -> dict[str, Any]:
+        """The fields that log-probs depend on, nested ones as dicts."""
+        return {name: x for name, x in asdict(self).items() if name not in _NOT_COMPUTED}
 
     @property
     def most_positions(self) -> int:

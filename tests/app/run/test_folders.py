@@ -312,6 +312,7 @@ def test_a_model_with_another_config_or_other_end_tokens_is_refused():
     base, stops = tiny.CONFIG, (1,)
     theta = base.rope.theta
     rope = replace(base, rope=replace(base.rope, theta=50.0), max_positions=7)
+    rope = replace(rope, pad_token_id=3)  # of no log-prob
     found = refused((base, stops), (rope, (7, 1)))
     assert found == (
         f"runs/x: the model is another than at step 3: rope.theta was {theta!r}, now 50.0;"

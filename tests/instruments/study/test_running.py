@@ -352,6 +352,29 @@ def test_all_arms_begin_on_the_day_of_their_study(file, monkeypatch):
     assert folders.read_start(run.folder) == folders.read_start(one.folder)
 
 
+def test_a_study_that_could_not_say_when_it_began_says_so_later(file):
+    one = stated(file)
+    (one.folder / "started.json").unlink()
+    stated(file)
+    assert folders.read_start(one.folder) is not None
+
+
+def test_a_folder_in_use_is_told_whatever_its_owner_writes_after(file):
+    """Both write to one log: the run that is refused, and the one that goes on."""
+    one = stated(file).runs[0]
+    one.folder.mkdir(parents=True)
+    log = one.folder.with_suffix(".log")
+    refused = "tim-jax: runs/x is in use by process 1\n"
+    log.write_text(f"{refused}step 12/80\n")
+    process = subprocess.Popen(["sh", "-c", "exit 2"])
+    process.wait()
+    with open(log, "ab") as file_of_log:
+        ended = running._Running(process, file_of_log, before=0)
+        assert running._ended(one, ended) == running._BUSY
+        of_an_earlier_one = ended._replace(before=len(refused))
+        assert "ended with status 2: step 12/80" in running._ended(one, of_an_earlier_one)
+
+
 def test_a_verdict_needs_every_seed(file):
     one = stated(file)
     for run in one.runs[:-1]:

@@ -222,14 +222,10 @@ class _Step:
         rejecting = [rejection(self.keys, self.path, *each) for each in self.options]
         weight = [] if self.bypass and self.loss == "clip" else weights(self.keys, self.path)
         if not weight and self.keys.get(f"{self.path}.rollout_is", None) is not None:
-            self.notes.append(
-                "rollout_is has no effect in verl"
-                + (
-                    ", as the ratio of PPO's loss is of the rollout's log-probs"
-                    if self.bypass and self.loss == "clip"
-                    else " where rollout_is_threshold is null"
-                )
-            )
+            why = "where rollout_is_threshold is null"
+            if self.bypass and self.loss == "clip":
+                why = "beside PPO's loss in bypass mode, whose ratio is complete"
+            self.notes.append(f"rollout_is has no effect in verl {why}")
         if self.bypass and any(entry["name"] == "normalise" for entry in weight):
             self.differs.append("a batch's mean weight is of a mini-batch, verl's of a micro-batch")
         if self.loss == "gmpo":

@@ -233,14 +233,13 @@ def rejection(keys: Keys, path: str, option: str, text: str) -> dict[str, Any]:
 
 def weights(keys: Keys, path: str) -> list[dict[str, Any]]:
     """The entries of `rollout_is`; none if it or its threshold is null, as in verl."""
-    threshold = "2.0"
-    if f"{path}.rollout_is_threshold" in keys:
-        threshold = keys.get(f"{path}.rollout_is_threshold", None)
+    bound = f"{path}.rollout_is_threshold"
+    threshold = keys.get(bound, None) if bound in keys else "2.0"
     divided = keys.get(f"{path}.rollout_is_batch_normalize", False)
     if keys.get(f"{path}.rollout_is", None) is None or threshold is None:
         return []
     level = keys.choice(f"{path}.rollout_is", "token", ("token", "sequence"))
-    lower, upper = _bounds(keys, f"{path}.rollout_is_threshold", threshold)
+    lower, upper = _bounds(keys, bound, threshold)
     entries: list[dict[str, Any]] = [{"name": f"{level}_tis", "cap": upper}]
     if lower is not None:  # IcePop
         entries = [{"name": "scale_by_ratio", "level": level}]

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -419,7 +419,6 @@ def _cannot_write(folder: Path, reason: str) -> str:
 
 Marks = Mapping[str, Any]  # JSON values
 
-_OF_NO_LOG_PROB = ("max_positions", "router_aux_loss_coef")  # of a model's config
 _SOME = 64  # prompts whose tokens are looked at, or up to twice as many
 
 
@@ -434,8 +433,7 @@ def base_mark(base: Params | None, lora: Lora | None) -> Marks:
 
 def model_mark(config: ModelConfig, stop_tokens: Iterable[int]) -> Marks:
     """The marks of what a model is besides its weights, and of the tokens that end a response."""
-    fields = {name: x for name, x in inputs.leaves(asdict(config)) if name not in _OF_NO_LOG_PROB}
-    return {"model": fields, "stop_tokens": sorted(stop_tokens)}
+    return {"model": dict(inputs.leaves(config.computed)), "stop_tokens": sorted(stop_tokens)}
 
 
 def rows_mark(train: Sequence[Example]) -> Marks:
@@ -505,9 +503,8 @@ def check_marks(restored: Restored, marks: Marks, folder: str | os.PathLike[str]
 
 def _check_model(restored: Restored, marks: Marks, folder: str | os.PathLike[str]) -> None:
     """As `check_marks`, of `model_mark`. What another version did not have is not compared."""
-    both = [(each.get("model", {}), each.get("stop_tokens")) for each in (restored.extra, marks)]
-    (had, stopped), (has, stop) = both
-    has = json.loads(json.dumps(has))  # as what was kept
+    had, stopped = restored.extra.get("model", {}), restored.extra.get("stop_tokens")
+    stop, has = marks.get("stop_tokens"), json.loads(json.dumps(marks.get("model", {})))
     changed = [
         f"{name} was {had[name]!r}, now {has[name]!r}"
         for name in has
