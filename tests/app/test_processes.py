@@ -396,7 +396,7 @@ if sys.argv[-1] == "1":
     ("changes", "before", "what"),
     [
         (["seed={index}"], "", "its config"),
-        ([], OTHER_ROWS, "its dataset, its prompts or its base weights"),
+        ([], OTHER_ROWS, "its model, its dataset, its prompts or its base weights"),
         ([], OTHER_WEIGHTS, "its weights"),
     ],
 )
