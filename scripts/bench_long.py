@@ -25,7 +25,7 @@ from bench_slots import forced
 
 from tim_jax.common.types import Rollout
 from tim_jax.instruments.auditing import random_params
-from tim_jax.model.execution import Batching, Execution, Sampling
+from tim_jax.model.execution import Batching, Execution, Sampling, jit
 from tim_jax.policy import sampler
 
 PAGE = common.RESULTS / "long.md"
@@ -67,7 +67,7 @@ def prepared(sizes: common.Sizes, sequences: int) -> Case:
             batching=Batching(sequences, sequences.bit_length() - 1, pages),
             draw=partial(forced, lengths=jnp.asarray(lengths), execution=execution),
         )
-        return jax.jit(sample).lower(weights, prompts, key).compile()
+        return jit(sample, numerics).lower(weights, prompts, key).compile()
 
     def memory(program) -> int:
         analysis = program.memory_analysis()

@@ -21,7 +21,7 @@ from tim_jax import objectives, optimizers
 from tim_jax.instruments.auditing import random_params
 from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.policy import sampler, scoring
-from tim_jax.rl import loop, programs
+from tim_jax.rl import loop, micro_batches, programs
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
@@ -33,14 +33,14 @@ SHAPES = (
         common.SMALL, layers=4, hidden=512, intermediate=1536, head_dim=64, response=1024
     ),
 )
-SEQUENCES = 32
+SEQUENCES = 64
 MICRO_BATCH = 4
 _SEED = 0
 
 
-def micro_batch_tokens(sizes: common.Sizes) -> int:
-    """As many as the padded rows of a micro-batch have."""
-    return MICRO_BATCH * (sizes.prompt + sizes.response)
+def micro_batch_tokens(sizes: common.Sizes, rows: int = MICRO_BATCH) -> int:
+    """As many as this many padded rows have."""
+    return rows * (sizes.prompt + sizes.response)
 
 
 class Side:
@@ -49,6 +49,7 @@ class Side:
     def __init__(self, execution: Execution, params, rollout, **sizes: int):
         learning = Learning(objectives.rloo(), common.GROUP, **sizes)
         self.rollout, self.params = rollout, params
+        self.filled = filled(rollout, learning)
         self.rewards = jnp.asarray(np.random.default_rng(0).random(SEQUENCES, np.float32))
         optimizer = optimizers.adamw(optimizers.Rate(1e-5))
         prompts = SEQUENCES // common.GROUP
@@ -72,6 +73,18 @@ class Side:
         return time.perf_counter() - start
 
 
+def filled(rollout, learning: Learning) -> float:
+    """The share of what an update computes that are tokens of prompts and responses."""
+    wholes = micro_batches.whole_lengths(rollout)
+    tokens = learning.micro_batch_tokens
+    if tokens is None:
+        computed = len(wholes) * (rollout.prompts.shape[1] + rollout.responses.shape[1])
+    else:
+        parts = micro_batches.fill(wholes, tokens=tokens, rows=len(wholes))
+        computed = (int(parts.max()) + 1) * tokens
+    return float(wholes.sum()) / computed
+
+
 def rollout_of(execution: Execution, params, sizes: common.Sizes, lengths: np.ndarray):
     """A rollout of these lengths, with the log-probs of a forward over the padded rows.
 
@@ -90,7 +103,7 @@ def rollout_of(execution: Execution, params, sizes: common.Sizes, lengths: np.nd
 
 
 def measure(sizes: common.Sizes, dtype: str, repeats: int):
-    """(seconds by side, seconds of the first updates, response tokens)."""
+    """(sides by name, seconds of their updates, response tokens)."""
     config = exactness_cost.model_config(sizes)
     params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
     numerics = exactness_cost.calibrated(config, dtype, sizes, batch=SEQUENCES)
@@ -106,31 +119,36 @@ def measure(sizes: common.Sizes, dtype: str, repeats: int):
     even = rollout_of(even_execution, params, sizes, np.full(SEQUENCES, mean))
     tokens = micro_batch_tokens(sizes)
     even_rows = max(size for size in (4, 8, 16, 32) if size * (sizes.prompt + mean) <= tokens)
+    half = micro_batch_tokens(sizes, MICRO_BATCH // 2)
     sides = {
         "rows": Side(execution, params, rollout, micro_batch=MICRO_BATCH),
         "tokens": Side(execution, params, rollout, micro_batch_tokens=tokens),
+        "half": Side(execution, params, rollout, micro_batch_tokens=half),
         "even": Side(even_execution, params, even, micro_batch=even_rows),
     }
     times = common.interleaved({name: side.update for name, side in sides.items()}, repeats)
-    return times, {name: side.first for name, side in sides.items()}, int(lengths.sum())
+    return sides, times, int(lengths.sum())
 
 
 def rows_of(sizes: common.Sizes, repeats: int) -> list[str]:
     """The table's rows of a model and its lengths."""
+    more, fewer = (micro_batch_tokens(sizes, rows) for rows in (MICRO_BATCH, MICRO_BATCH // 2))
     names = {
         "rows": f"padded rows, `micro_batch = {MICRO_BATCH}`",
-        "tokens": f"no padding, `micro_batch_tokens = {micro_batch_tokens(sizes):,}`",
+        "tokens": f"no padding, `micro_batch_tokens = {more:,}`",
+        "half": f"no padding, `micro_batch_tokens = {fewer:,}`",
         "even": "as many tokens in rows of one length",
     }
     lines = []
     for dtype in common.DTYPES:
-        times, first, count = measure(sizes, dtype, repeats)
+        sides, times, count = measure(sizes, dtype, repeats)
         for name, seconds in times.items():
             padded, even = (common.ratios(seconds, times[one])[0] for one in ("rows", "even"))
             middle = sorted(seconds)[len(seconds) // 2]
             lines.append(
                 f"| {sizes.hidden} | {sizes.response:,} | {dtype} | {count:,} | {names[name]}"
-                f" | {middle:.2f} | {padded:.2f} | {even:.2f} | {first[name]:.0f} |"
+                f" | {sides[name].filled:.2f} | {middle:.2f} | {padded:.2f} | {even:.2f}"
+                f" | {sides[name].first:.0f} |"
             )
     return lines
 
@@ -147,15 +165,16 @@ def main() -> None:
         f" {SEQUENCES} sequences whose lengths are log-normal with a mean of a quarter of the"
         f" longest, {longest}; and, for comparison, of sequences that are all as long as"
         f" their mean. Updates are taken in turns, {options.repeats} of each; the ratio is the"
-        " median of the ratios of neighbours. Every response token's log-prob was compared with"
-        " that of a forward over the padded rows, and none was unequal.",
+        " median of the ratios of neighbours. Filled is the share of what is computed that are"
+        " tokens: the last micro-batch of a step is seldom full. Every response token's log-prob"
+        " was compared with that of a forward over the padded rows, and none was unequal.",
         "",
         *(sizes.text() for sizes in shapes),
         "",
         *common.machine_text(load, common.versions("jax", "jaxlib")),
-        "| hidden size | longest | dtype | response tokens | micro-batches | an update, s | of"
-        " padded rows | of rows of one length | first update, with compiling, s |",
-        "|--:|--:|---|--:|---|--:|--:|--:|--:|",
+        "| hidden size | longest | dtype | response tokens | micro-batches | filled | an update, s"
+        " | of padded rows | of rows of one length | first update, with compiling, s |",
+        "|--:|--:|---|--:|---|--:|--:|--:|--:|--:|",
     ]
     for sizes in shapes:
         lines += rows_of(sizes, options.repeats)

@@ -97,13 +97,15 @@ def test_every_token_lies_once_and_in_its_place(seed, rows, longest, more):
 
 
 @pytest.mark.parametrize("longest", [1, 63, 64, 100, 1000, 10**6])
-def test_classes_of_lengths_fall_by_less_than_half(longest):
-    found = packing.Grouping(512).classes(longest)
+def test_classes_of_lengths_fall_by_a_third_and_short_ones_by_half(longest):
+    grouping = packing.grouping("tiles")
+    found = grouping.classes(longest)
     assert found[0] == longest
-    assert all(other == -(-one // 2) for one, other in pairwise(found))
-    assert len(found) == 8 or found[-1] < 256
+    for one, other in pairwise(found):
+        assert other == -(-one // 2) if one < grouping.halved else other == -(-one * 2 // 3)
+    assert len(found) == 11 or found[-1] < 256
     # What is compiled for a class is a run of attention; for rows of one length there are up to 8.
-    assert sum(map(packing.runs, packing.Grouping(512).classes(300))) <= 4
+    assert sum(map(packing.runs, grouping.classes(300))) <= 4
 
 
 def test_classes_are_made_of_whole_units():
@@ -111,7 +113,7 @@ def test_classes_are_made_of_whole_units():
     assert tpu.classes(1408) == [1536, 1024, 768, 512, 256]
     assert gpu.classes(1408) == [1408, 1024, 768, 512, 384, 256, 128]
     assert tpu.classes(100) == [256]
-    assert len(gpu.classes(16_384)) == 8
+    assert gpu.classes(16_384)[-3:] == [768, 512, 384]
 
 
 SMALL = replace(tiny.NUMERICS, column_tiles=1)
@@ -130,7 +132,7 @@ def test_a_buffer_has_the_bits_of_padded_rows(case, monkeypatch):
     monkeypatch.setattr(packing, "_RUN_TOKENS", 32)
     unit = 16 if case == "gpu" else 1
     # Several groups of a class; the lengths of a device are whole blocks.
-    monkeypatch.setattr(packing, "grouping", lambda family: packing.Grouping(80, unit))
+    monkeypatch.setattr(packing, "grouping", lambda family: packing.Grouping(80, unit, 80))
     config, numerics = CASES[case]
     params = jax.tree.map(jnp.asarray, random_params(config, 0))
     execution = Execution(config, numerics, Sampling(RESPONSE))

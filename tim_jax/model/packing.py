@@ -22,7 +22,7 @@ from flax import struct
 Attend = Callable[..., jax.Array]
 
 _SHORTEST = 128  # sequences that are shorter are computed as if they had this many tokens
-_CLASSES = 8  # of lengths, at most
+_CLASSES = 11  # of lengths, at most
 _RUN_TOKENS, _RUNS = 128, 4  # positions in one of the runs of a class, and how many at most
 
 
@@ -44,13 +44,14 @@ class Grouping:
 
     rows: int  # about so many at a time, unless a sequence has more
     unit: int = 1  # lengths that are compiled are multiples of this
-    step: Fraction = Fraction(1, 2)  # about this part of a class's length is the next one's
+    halved: int = 0  # classes of fewer tokens are followed by one of half their length, not of 2/3
 
     def classes(self, longest: int) -> list[int]:
         """Lengths that attention is compiled for, descending from `longest`."""
         lengths = [self._whole(longest)]
         while len(lengths) < _CLASSES and lengths[-1] >= 2 * max(_SHORTEST, self.unit):
-            shorter = self._whole(ceil(lengths[-1] * self.step))
+            step = Fraction(1, 2) if lengths[-1] < self.halved else Fraction(2, 3)
+            shorter = self._whole(ceil(lengths[-1] * step))
             lengths.append(min(shorter, lengths[-1] - self.unit))
         return lengths
 
@@ -70,13 +71,13 @@ class Grouping:
         return -(-length // self.unit) * self.unit
 
 
-# Few rows stay in a CPU's cache, and every class takes it long to compile. Many rows keep the cores
-# of a GPU busy, and are fewer launches. Whole blocks of a device's kernels need not be filled up.
-_FINER = Fraction(2, 3)
+# Few rows stay in a CPU's cache, and every class takes it long to compile; classes of short sequences
+# that are close to each other leave its groups half empty. Many rows keep the cores of a GPU busy,
+# and are fewer launches. Whole blocks of a device's kernels need not be filled up.
 _GROUPINGS = {
-    **dict.fromkeys(("tiles", "native"), Grouping(512)),
-    **dict.fromkeys(("pallas_gpu", "pallas_mosaic_gpu"), Grouping(4096, 128, _FINER)),
-    "pallas_tpu": Grouping(4096, 256, _FINER),
+    **dict.fromkeys(("tiles", "native"), Grouping(512, halved=512)),
+    **dict.fromkeys(("pallas_gpu", "pallas_mosaic_gpu"), Grouping(4096, 128)),
+    "pallas_tpu": Grouping(4096, 256),
 }
 
 
