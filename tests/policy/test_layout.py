@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import interpreted
 import jax
@@ -40,23 +39,25 @@ def rollout_of(vocabulary: int, rows: int = 5, seed: int = 0, longest: int = RES
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_groups_of_sequences_are_counted_as_they_are_folded(family):
+def test_loops_turn_as_often_as_is_counted(family):
     longest, rng = 1500, np.random.default_rng(0)
     grouping = packing.grouping(family)
-    classes = grouping.classes(longest)
+    kinds = [(loop.rows, loop.keys) for loop in grouping.loops(np.zeros(20), longest, 20)]
 
-    def group(counts, starts, lengths, width):
-        assert lengths.shape == starts.shape == (grouping.size(width, 20),)
-        return counts.at[classes.index(width)].add(1)
+    def one(counts, part):
+        rows = part.positions.size
+        keys = part.keys_of(jnp.zeros((1, 1))).shape[1]
+        return counts.at[kinds.index((rows, keys))].add(1)
 
     @jax.jit
     def folded(lengths):
         where = packing.Packing(jnp.zeros_like(lengths), lengths, longest)
-        return packing._by_length(group, jnp.zeros(len(classes), jnp.int32), where, 0, grouping)
+        return grouping.fold(one, jnp.zeros(len(kinds), jnp.int32), where, 0)
 
     for scale in (30, 300, 1500):
         lengths = np.clip(np.sort(rng.integers(-9, scale, 20))[::-1], 0, None).astype(np.int32)
-        assert folded(jnp.asarray(lengths)).tolist() == grouping.groups(lengths, longest, 20)
+        counted = [loop.times for loop in grouping.loops(lengths, longest, 20)]
+        assert folded(jnp.asarray(lengths)).tolist() == counted
 
 
 @partial(jax.jit, static_argnames="size")
@@ -97,15 +98,19 @@ def test_every_token_lies_once_and_in_its_place(seed, rows, longest, more):
 
 
 @pytest.mark.parametrize("longest", [1, 63, 64, 100, 1000, 10**6])
-def test_classes_of_lengths_fall_by_a_third_and_short_ones_by_half(longest):
-    grouping = packing.grouping("tiles")
-    found = grouping.classes(longest)
-    assert found[0] == longest
-    for one, other in pairwise(found):
-        assert other == -(-one // 2) if one < grouping.halved else other == -(-one * 2 // 3)
-    assert len(found) == 11 or found[-1] < 256
-    # What is compiled for a class is a run of attention; for rows of one length there are up to 8.
-    assert sum(map(packing.runs, grouping.classes(300))) <= 4
+def test_every_chunk_has_the_keys_that_it_sees_and_few_more(longest):
+    chunks = packing.grouping("tiles")
+    spans = chunks.spans(longest)
+    assert [first for first, _, _ in spans] == [0, *(stop for _, stop, _ in spans[:-1])]
+    assert [keys for _, _, keys in spans] == [
+        min(stop * chunks.rows, longest) for _, stop, _ in spans
+    ]
+    assert spans[-1][2] == longest
+    for first, stop, _ in spans:
+        assert 4 * (stop - first - 1) <= max(first - 3, 0)
+    # Each is compiled.
+    assert len(chunks.spans(300)) == 5
+    assert len(chunks.spans(32_768)) < 32
 
 
 def test_classes_are_made_of_whole_units():
@@ -113,7 +118,7 @@ def test_classes_are_made_of_whole_units():
     assert tpu.classes(1408) == [1536, 1024, 768, 512, 256]
     assert gpu.classes(1408) == [1408, 1024, 768, 512, 384, 256, 128]
     assert tpu.classes(100) == [256]
-    assert gpu.classes(16_384)[-3:] == [768, 512, 384]
+    assert len(gpu.classes(16_384)) == 8
 
 
 SMALL = replace(tiny.NUMERICS, column_tiles=1)
@@ -128,11 +133,11 @@ CASES = {
 
 @pytest.mark.parametrize("case", quick.some(list(CASES), 0))
 def test_a_buffer_has_the_bits_of_padded_rows(case, monkeypatch):
-    monkeypatch.setattr(packing, "_SHORTEST", 20)  # classes of 79, 40 and 20 tokens
-    monkeypatch.setattr(packing, "_RUN_TOKENS", 32)
-    unit = 16 if case == "gpu" else 1
-    # Several groups of a class; the lengths of a device are whole blocks.
-    monkeypatch.setattr(packing, "grouping", lambda family: packing.Grouping(80, unit, 80))
+    monkeypatch.setattr(packing, "_SHORTEST", 20)
+    # Several chunks of a span, or groups of a class; the lengths of a device are whole blocks.
+    grouping = packing.Groups(80, 16) if case == "gpu" else packing.Chunks(16)
+    monkeypatch.setattr(packing, "_WIDER", 2)
+    monkeypatch.setattr(packing, "grouping", lambda family: grouping)
     config, numerics = CASES[case]
     params = jax.tree.map(jnp.asarray, random_params(config, 0))
     execution = Execution(config, numerics, Sampling(RESPONSE))

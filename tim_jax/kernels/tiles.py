@@ -149,7 +149,8 @@ def attention(
       aligned: the rows are whole sequences, so that row tiles may skip the keys after them.
       window: i32[], each row attends to this many keys up to its position; None: to all of them.
       runs: that aligned rows are cut into, each over the keys that suffice: more of them compute
-        less that is masked, and compile for longer. No bit depends on them.
+        less that is masked, and compile for longer. With 1, every row is compared with all keys, so
+        that rows may be part of their sequences. No bit depends on it.
 
     Returns:
       [B, Kv, N, E] float32.

@@ -211,19 +211,17 @@ def seen(workload: Workload, stage: str) -> float:
 
 
 def _seen_in_buffers(workload: Workload) -> float:
-    """The same of the groups of sequences that attention takes out of buffers of tokens.
+    """The same of what attention takes out of buffers of tokens at a time.
 
     Rows behind a sequence's end see one block.
     """
     numerics, count = workload.execution.numerics, workload.part_rows
     block, grouping = numerics.kv_block, packing.grouping(numerics.family)
-    widths = grouping.classes(workload.longest)
     rows, keys = 0, 0
     for part in workloads.parts(workload):
-        counts = grouping.groups(part, workload.longest, count)
-        for width, groups in zip(widths, counts, strict=True):
-            taken = groups * grouping.size(width, count) * width
-            rows, keys = rows + taken, keys + taken * -(-width // block)
+        for loop in grouping.loops(part, workload.longest, count):
+            taken = loop.times * loop.rows
+            rows, keys = rows + taken, keys + taken * -(-loop.keys // block)
     upto = [0.0, *accumulate(_blocks(workload, row) for row in range(workload.longest))]
     seen = sum(upto[length] for length in workload.lengths)
     return (seen + rows - int(sum(workload.lengths))) / keys

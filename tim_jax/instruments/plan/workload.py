@@ -212,16 +212,19 @@ def parts(workload: Workload) -> list[np.ndarray]:
 def learner_trips(workload: Workload, stage: str) -> tuple[Times, ...]:
     """Iterations of the loops over micro-batches of tokens, and on average of those inside them.
 
-    Inside are attention's loops over groups of about as long sequences, once more in the backward
-    and if the layers are computed anew, and the head's over tiles of targets.
+    Inside are attention's loops over the sequences of a buffer, once more in the backward and if
+    the layers are computed anew, and the head's over tiles of targets.
     """
     if workload.tokens is None:
         return ()
     of_parts = parts(workload)
     count, prompt = workload.part_rows, workload.prompt_length
     grouping = packing.grouping(workload.execution.numerics.family)
-    counted = [grouping.groups(part, workload.longest, count) for part in of_parts]
-    groups = [Fraction(sum(column), len(of_parts)) for column in zip(*counted, strict=True)]
+    loops = [grouping.loops(part, workload.longest, count) for part in of_parts]
+    groups = [
+        Fraction(sum(loop.times for loop in column), len(of_parts))
+        for column in zip(*loops, strict=True)
+    ]
     size = min(workload.execution.numerics.head_rows, workload.tokens)
     targets = [int(np.sum(part - prompt)) for part in of_parts]
     head = Fraction(sum(-(-one // size) for one in targets), len(of_parts))
