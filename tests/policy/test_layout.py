@@ -100,6 +100,7 @@ def test_every_token_lies_once_and_in_its_place(seed, rows, longest, more):
 @pytest.mark.parametrize("longest", [1, 63, 64, 100, 1000, 10**6])
 def test_every_chunk_has_the_keys_that_it_sees_and_few_more(longest):
     chunks = packing.grouping("tiles")
+    assert isinstance(chunks, packing.Chunks)
     spans = chunks.spans(longest)
     assert [first for first, _, _ in spans] == [0, *(stop for _, stop, _ in spans[:-1])]
     assert [keys for _, _, keys in spans] == [
@@ -115,6 +116,8 @@ def test_every_chunk_has_the_keys_that_it_sees_and_few_more(longest):
 
 def test_classes_are_made_of_whole_units():
     tpu, gpu = packing.grouping("pallas_tpu"), packing.grouping("pallas_gpu")
+    assert isinstance(tpu, packing.Groups)
+    assert isinstance(gpu, packing.Groups)
     assert tpu.classes(1408) == [1536, 1024, 768, 512, 256]
     assert gpu.classes(1408) == [1408, 1024, 768, 512, 384, 256, 128]
     assert tpu.classes(100) == [256]

@@ -293,23 +293,23 @@ class _Chunk(NamedTuple):
     start: jax.Array  # i32[]
     length: jax.Array  # i32[]
     first: jax.Array  # i32[]
-    count: int
+    size: int
     keys: int
 
     @property
     def inside(self) -> jax.Array:
         """bool[1, W], whether a row is of the sequence."""
-        return (self.first + jnp.arange(self.count) < self.length)[None, :]
+        return (self.first + jnp.arange(self.size) < self.length)[None, :]
 
     @property
     def positions(self) -> jax.Array:
         """i32[1, W], of the rows; 0 behind the sequence's end, so that nothing is attended to."""
-        at = self.first + jnp.arange(self.count, dtype=jnp.int32)
+        at = self.first + jnp.arange(self.size, dtype=jnp.int32)
         return jnp.where(self.inside, at[None, :], 0)
 
     def rows_of(self, x: jax.Array) -> jax.Array:
         """[1, W, ...] of an array [N, ...]."""
-        return _take(x, (self.start + self.first)[None], self.count)
+        return _take(x, (self.start + self.first)[None], self.size)
 
     def keys_of(self, x: jax.Array) -> jax.Array:
         """[1, S, ...] of an array [N, ...]."""
@@ -318,7 +318,7 @@ class _Chunk(NamedTuple):
     def put(self, x: jax.Array, rows: jax.Array) -> jax.Array:
         """The array with the rows [1, W, ...] in their places."""
         at = self.start + self.first
-        before = jax.lax.dynamic_slice_in_dim(x, at, self.count, axis=0)
+        before = jax.lax.dynamic_slice_in_dim(x, at, self.size, axis=0)
         own = jnp.where(self.inside[0][:, None, None], rows[0], before)
         return jax.lax.dynamic_update_slice_in_dim(x, own, at, axis=0)
 
