@@ -81,6 +81,18 @@ def test_what_is_written_is_what_is_read(tmp_path):
         ({"supports": [None]}, r"supports\[0\] must be a list, got None"),
         ({"turn_token_ids": [8, 9]}, r"turn_token_ids\[0\] must be a list, got 8"),
         ({"sampling": {"temperature": math.nan}}, "the row cannot be written as JSON: "),
+        ({"sampling": object()}, 'sampling must be a mapping, such as {"temperature": 0.7}, got'),
+        ({"supports": [[8]]}, "2 response tokens, but 1 places of supports"),
+        ({"kept_log_mass": [-0.1]}, "2 response tokens, but 1 places of kept_log_mass"),
+        ({"kept_log_mass": [-0.1, None]}, "kept_log_mass must be a list of finite numbers, got"),
+        ({"logprobs": [-0.5, 0.5]}, r"logprobs\[1\] = 0\.5 is positive"),
+        ({"turn": "1"}, "turn must be a whole number, got '1'"),
+        ({"prompt_token_ids": []}, "prompt_token_ids must be token ids, "),
+        ({"response_token_ids": [8, -1]}, "response_token_ids must be token ids, "),
+        (
+            {"response_token_ids": [True, False]},
+            "response_token_ids must be token ids, ",
+        ),
     ],
 )
 def test_rows_that_could_not_be_read_are_not_written(tmp_path, change, message):

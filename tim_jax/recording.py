@@ -9,6 +9,7 @@ The lines are those that `tim_jax.diagnose` and `tim_jax.instruments.diagnosis.r
 import fcntl
 import json
 import math
+import operator
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +19,8 @@ from typing import Any
 
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import shown
+
+_ABOVE_ZERO = 1e-4  # what rounding makes of the log-prob of a certain token
 
 
 class Capture:
@@ -78,8 +81,22 @@ class Capture:
             not finite where the mask is 1; the row cannot be written, because the disk is full, for
             one.
         """
-        prompt = _whole("prompt_token_ids", prompt_token_ids)
-        tokens = _whole("response_token_ids", response_token_ids)
+        prompt = _ids("prompt_token_ids", prompt_token_ids)
+        tokens = _ids("response_token_ids", response_token_ids)
+        kept_ids, mass = _rows("supports", supports), _numbers("kept_log_mass", kept_log_mass)
+        for name, several in (("supports", kept_ids), ("kept_log_mass", mass)):
+            if several is not None and len(several) != len(tokens):
+                raise InputError(
+                    f"capture: {len(tokens)} response tokens, but {len(several)} places of {name};"
+                    " there must be as many"
+                )
+        if turn is not None and (isinstance(turn, bool) or turn != _whole_number(turn)):
+            raise InputError(f"capture: turn must be a whole number, got {shown(turn)}")
+        if not isinstance(sampling, Mapping | None):
+            raise InputError(
+                'capture: sampling must be a mapping, such as {"temperature": 0.7}, got'
+                f" {shown(sampling)}"
+            )
         numbers = [_number(x) for x in _listed("logprobs", logprobs)]
         own = [1] * len(tokens) if mask is None else _whole("mask", mask)
         if not {*own} <= {0, 1}:
@@ -94,6 +111,11 @@ class Capture:
                 raise InputError(
                     f"capture: logprobs[{place}] is no finite number; mask it or mend it"
                 )
+            if kept and number is not None and number > _ABOVE_ZERO:
+                raise InputError(
+                    f"capture: logprobs[{place}] = {number:.6g} is positive; a log-probability is"
+                    " at most 0"
+                )
         row = {
             "prompt_token_ids": prompt,
             "response_token_ids": tokens,
@@ -102,10 +124,8 @@ class Capture:
             "finish_reason": finish_reason,
             "weights_version": weights_version,
             "sampling_params": None if sampling is None else dict(sampling),
-            "supports": _rows("supports", supports),
-            "kept_log_mass": None
-            if kept_log_mass is None
-            else _listed("kept_log_mass", kept_log_mass),
+            "supports": kept_ids,
+            "kept_log_mass": mass,
             "routes": routes,
             "episode": episode,
             "turn": turn,
@@ -183,10 +203,35 @@ def _listed(what: str, values: Any) -> Any:
         raise InputError(f"capture: {what} must be a list, got {shown(values)}") from None
 
 
+def _numbers(what: str, values: Any) -> list[float] | None:
+    if values is None:
+        return None
+    given = _listed(what, values)
+    numbers = [number for number in map(_number, given) if number is not None]
+    if len(numbers) < len(given):
+        raise InputError(f"capture: {what} must be a list of finite numbers, got {shown(values)}")
+    return numbers
+
+
+def _ids(what: str, values: Any) -> list[int]:
+    ids = _whole(what, values)
+    if not ids or min(ids) < 0 or any(isinstance(x, bool) for x in _listed(what, values)):
+        raise InputError(f"capture: {what} must be token ids, one or more, got {shown(values)}")
+    return ids
+
+
 def _rows(what: str, values: Any) -> list[list[int]] | None:
     if values is None:
         return None
     return [_whole(f"{what}[{i}]", one) for i, one in enumerate(_listed(what, values))]
+
+
+def _whole_number(value: Any) -> int | None:
+    """The whole number that this is; None for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def _whole(what: str, values: Any) -> list[int]:

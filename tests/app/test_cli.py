@@ -464,6 +464,17 @@ def test_any_checkpoint_is_exported_as_a_model(folder, finished, call):
 
 
 @pytest.mark.parametrize("command", ["export", pytest.param("eval", marks=pytest.mark.slow)])
+def test_a_run_whose_model_has_changed_is_refused(command, folder, finished, call, monkeypatch):
+    true = sources.random_config
+    monkeypatch.setattr(sources, "random_config", lambda x: replace(true(x), rms_norm_eps=1e-3))
+    config = ("tiny.toml", f"run.folder={finished.name}")
+    status, _, err = call(command, *(config if command == "eval" else (finished, "exported-other")))
+    assert status == 2
+    assert "the model is another than at step 3: rms_norm_eps was 1e-06, now 0.001" in err
+    assert not (folder / "exported-other").exists()
+
+
+@pytest.mark.parametrize("command", ["export", pytest.param("eval", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_is_named_by_what_reads_it(command, folder, finished, call):
     run = folder / f"damaged-{command}"
     shutil.copytree(finished, run)
@@ -483,6 +494,7 @@ def test_a_damaged_checkpoint_is_named_by_what_reads_it(command, folder, finishe
         (("finished", "exported-9", "--step", "9"), "no checkpoint of step 9; it has [2, 3]"),
         (("finished", "finished"), "exists already and is not overwritten"),
         (("nowhere", "exported-9"), "nowhere holds no run"),
+        (("finished", "finished/model"), "is where the run 'finished' writes its final model"),
     ],
 )
 def test_an_export_that_cannot_be_is_refused(arguments, words, finished, call):
@@ -822,6 +834,13 @@ def without_config(checkpoint):
     return folder
 
 
+def with_an_adapter(checkpoint):
+    folder = checkpoint.with_name("adapted")
+    shutil.copytree(checkpoint, folder)
+    (folder / "adapter_config.json").write_text("{}")
+    return folder
+
+
 def of_another_architecture(checkpoint):
     folder = checkpoint.with_name("other")
     shutil.copytree(checkpoint, folder)
@@ -836,6 +855,7 @@ MODELS = {
     "wrong shape": (of_another_shape, "o_proj.weight' has shape [16, 15], expected [16, 16]"),
     "no tokenizer": (without_tokenizer, "has no tokenizer"),
     "no config": (without_config, "has no config.json"),
+    "adapter": (with_an_adapter, "has an adapter beside the model (adapter_config.json)"),
     "architecture": (of_another_architecture, "mamba"),
     "missing folder": (lambda checkpoint: checkpoint / "gone", "does not exist"),
 }

@@ -105,13 +105,13 @@ def test_a_run_does_not_go_on_with_another_alpha(tmp_path, adapter):
     with folders.open_run(tmp_path / "run", toml.dump(config)) as run:
         run.metrics.write(1, {})
         run.save(1, {"params": trained}, mark)
-    folders.read_params(tmp_path / "run", model.params, lora=model.lora)
+    folders.read_params(tmp_path / "run", model.params, config=model.config, lora=model.lora)
     path = folder / "adapter_config.json"
     path.write_text(path.read_text().replace("4.0", "64"))
     now = sources.make_model(config)
     line = r"run: the adapters of step 1 were trained with alpha = 4.0, and now it is 64.0; restore"
     with pytest.raises(InputError, match=line):
-        folders.read_params(tmp_path / "run", now.params, lora=now.lora)
+        folders.read_params(tmp_path / "run", now.params, config=now.config, lora=now.lora)
     with (
         folders.open_run(tmp_path / "run", toml.dump(config)) as run,
         pytest.raises(InputError, match=line),

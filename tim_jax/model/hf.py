@@ -43,6 +43,7 @@ from tim_jax.model.weights import NAMED, Params, Weight, parameter_shapes, table
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
+ADAPTER = "adapter_config.json"  # as PEFT calls it
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -97,11 +98,18 @@ def _reason(error: Exception) -> str:
 def load_config(folder_or_hub: str | os.PathLike, *, config_only: bool = False) -> ModelConfig:
     """Reads config.json. Raises `InputError` if it is missing, malformed or not supported.
 
-    `config_only`: of a hub name, nothing else is downloaded.
+    Also if an adapter is beside it, which transformers would apply to the model where PEFT is
+    installed. `config_only`: of a hub name, nothing else is downloaded.
     """
     path = resolve(folder_or_hub, config_only=config_only) / "config.json"
     if not path.is_file():
         raise InputError(f"model folder {str(path.parent)!r} has no config.json")
+    if (path.parent / ADAPTER).is_file():
+        raise InputError(
+            f"model folder {str(path.parent)!r} has an adapter beside the model ({ADAPTER}), and"
+            " nothing says whether it is to be applied: put it into a folder of its own, and name"
+            " that one as lora.path if it is"
+        )
     return from_hf(read_json(path), where=str(path))
 
 
@@ -284,7 +292,9 @@ def _stored_tensors(folder: Path) -> dict[str, Stored]:
     for shard in sorted(set(map(str, weight_map.values()))):
         if Path(shard).name != shard or not (folder / shard).is_file():
             raise InputError(f"{index}: names {shard!r}, which is not in the folder")
-        stored |= header(folder / shard)
+        found = header(folder / shard)
+        # Another shard may have a copy; the index says which is read.
+        stored |= {name: x for name, x in found.items() if weight_map.get(name, shard) == shard}
     for name, shard in weight_map.items():
         if name not in stored or stored[name].path.name != shard:
             raise InputError(f"{index}: tensor {name!r} is not in {shard!r}")

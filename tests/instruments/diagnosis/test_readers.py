@@ -344,14 +344,20 @@ def chat_of(**request):
 def test_what_shapes_the_prompt_of_a_chat_is_heeded_or_refused():
     assert chat_of() == (2, 3, 3)
     assert chat_of(chat_template_kwargs={"brief": True}) == (2, 3, 4)
+    assert chat_of(extra_body={"chat_template_kwargs": {"brief": True}}) == (2, 3, 4)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert chat_of(messages=[{"role": "user", "content": parts}]) == (2, 3, 3)
     for refused in (
         {"tools": [{"type": "function"}]},
         {"continue_final_message": True},
         {"add_generation_prompt": False},
+        {"extra_body": {"add_generation_prompt": False}},
+        {"chat_template": "{{ messages }}"},
+        {"documents": [{"text": "a"}]},
+        {"truncate_prompt_tokens": 2},
     ):
-        with pytest.raises(RolloutsError, match=f"{next(iter(refused))} shaped the prompt"):
+        refused_as = [*refused, *refused.get("extra_body", ())][-1]
+        with pytest.raises(RolloutsError, match=f"{refused_as} .*shaped the prompt"):
             chat_of(**refused)
     said = {"role": "assistant", "content": None, "refusal": None, "tool_calls": []}
     assert chat_of(messages=[said | {"content": "a"}]) == (2, 3)  # what is empty says nothing
@@ -696,6 +702,106 @@ def test_errors_of_one_kind_are_one_line_with_a_count(tmp_path):
     )
     assert second == f"{file}, line 32: 1 logprobs for 2 tokens"
     assert caught.value.summary == "31 of 32 rows are bad; --skip-bad diagnoses the other 1"
+
+
+def test_the_engines_log_probs_are_read_and_not_those_computed_again():
+    slime = {"tokens": PROMPT + TOKENS, "response_length": 2, "loss_mask": [1, 1]}
+    again = {"log_probs": [-9.0, -9.0]}
+    (response,) = read([again | slime | {"rollout_log_probs": LOG_PROBS}])
+    check(response)
+    with pytest.raises(RolloutsError, match="has logprobs and sampling_per_token_logps, which"):
+        read([PLAIN | {"sampling_per_token_logps": [-9.0, -9.0]}])
+    check(read([PLAIN | {"sampling_per_token_logps": LOG_PROBS}])[0])
+
+
+def test_maps_of_a_table_are_read(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    numbers = pyarrow.map_(pyarrow.string(), pyarrow.float64())
+
+    def table(**change):
+        rows = PLAIN | {"sampling_params": {"temperature": 0.5}} | change
+        kinds = {
+            "prompt_token_ids": pyarrow.list_(pyarrow.int64()),
+            "response_token_ids": pyarrow.list_(pyarrow.int64()),
+            "logprobs": pyarrow.list_(pyarrow.float64()),
+            "sampling_params": numbers,
+            "top_logprobs": pyarrow.list_(numbers),
+        }
+        schema = pyarrow.schema([(name, kinds[name]) for name in rows])
+        parquet.write_table(pyarrow.Table.from_pylist([rows], schema), tmp_path / "x.parquet")
+        return read(tmp_path / "x.parquet")[0]
+
+    assert table().declared.temperature == 0.5
+    with pytest.raises(RolloutsError, match="one of the two is shifted"):
+        table(top_logprobs=[{"8": -3.0}, {"9": -1.25}])
+
+
+def test_what_is_said_nowhere_hides_nothing_and_two_values_are_refused():
+    inner = {"sampling_params": {"temperature": 0.5}}
+    for row in (
+        PLAIN | {"temperature": None} | inner,
+        {"request": {"temperature": 0.5}, "response": PLAIN | {"temperature": None}},
+        {"request": {}, "response": PLAIN, "temperature": 0.5},
+    ):
+        assert read([row])[0].declared.temperature == 0.5
+    for row in (
+        PLAIN | {"temperature": 1.0} | inner,
+        {"request": {"temperature": 0.5}, "response": PLAIN | {"temperature": 1}},
+    ):
+        with pytest.raises(RolloutsError, match="temperature is said twice, as "):
+            read([row])
+    assert read([PLAIN | {"top_k": 0, "sampling_params": {"top_k": -1}}])[0].declared.top_k == 0
+    with pytest.raises(RolloutsError, match="sampling_params must be a mapping of options, got"):
+        read([PLAIN | {"sampling_params": '{"temperature": 0.5}'}])
+
+
+def test_gaps_of_a_table_say_nothing():
+    """Pandas has NaN for what is missing, and makes floats of a column of whole numbers with it."""
+    nothing = float("nan")
+    names = "finish_reason", "stop_reason", "weights_version", "episode", "turn", "top_k", "mask"
+    (gaps,), (said,) = (
+        read([PLAIN | dict.fromkeys(names, nothing)]),
+        read([PLAIN | {"finish_reason": "stop", "stop_reason": 9.0, "turn": 1.0}]),
+    )
+    assert (gaps.ended, gaps.version, gaps.episode, gaps.turn, gaps.mask) == (None,) * 5
+    assert (said.ended, said.end, said.turn) == ("token", 9, 1)
+    (three, also) = read([PLAIN | {"weights_version": x} for x in (3, 3.0)])
+    assert three.version == also.version == "3"
+
+
+@pytest.mark.parametrize("line", [VLLM, REQUEST_OUTPUT, SGLANG])
+def test_what_a_recorder_puts_beside_a_response_is_read(line):
+    beside = {"mask": [1, 0], "weight_version": 7, "supports": [[8, 1], [9]]}
+    for row in (line | beside, {"request": {}, "response": line} | beside):
+        (response,) = read([row])
+        assert mask_of(response) == [True, False]
+        assert response.version == ("step-4" if line is SGLANG else "7")
+        assert response.supports is not None
+    several = VLLM | {"choices": VLLM["choices"] * 2, "mask": [1, 0]}
+    with pytest.raises(RolloutsError, match="mask stands beside 2 responses; say whose it is"):
+        read([several])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sampling_mask": {"token_ids": [8, 9], "offsets": 12}}, "supports must have token_ids"),
+        ({"sampling_mask": {"ids": [8, 9], "counts": ["1", 1]}}, "supports must have token_ids"),
+    ],
+)
+def test_supports_of_another_kind_are_refused(change, message):
+    with pytest.raises(RolloutsError, match=message):
+        read([PLAIN | change])
+
+
+def test_numbers_and_columns_that_a_table_makes_are_taken():
+    assert read([PLAIN | {"min_tokens": 10**12}])[0].declared.shaping.min_tokens == 2**31 - 1
+    (response,) = read([PLAIN | {"logit_bias": {"5": 1.0, "6": None}}])
+    assert response.declared.shaping.bias == ((5, 1.0),)
+    named = {"prompt_ids": PROMPT, "response_ids": TOKENS, "logprobs": LOG_PROBS}
+    check(read([named | {"choices": ["A", "B"], "outputs": "ab"}])[0])
 
 
 def test_the_page_lists_every_name_that_is_read():

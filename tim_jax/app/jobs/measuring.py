@@ -123,7 +123,9 @@ def _checkpoint(
             f"mismatch 'stale_weights': the run {source} has no checkpoint of {updates} updates"
             f" ago; it has those of: {listed}"
         )
-    read = folders.read_params(source, model.params, lora=model.lora, step=wanted)
+    read = folders.read_params(
+        source, model.params, config=model.config, lora=model.lora, step=wanted
+    )
     return _arrays(read.state["params"])
 
 

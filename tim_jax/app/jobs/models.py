@@ -15,6 +15,7 @@ from tim_jax.app.run import assembly, checkpoints, folders, sources
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.display import completion_line
 from tim_jax.common.errors import InputError
+from tim_jax.common.inputs import expanded
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Adapter
 from tim_jax.model.execution import Execution
@@ -46,7 +47,9 @@ def _evaluated(config: RunConfig, *, of_run: bool) -> dict[str, float]:
         )
         params, which = job.model.params, ""
         if of_run and checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
-            restored = folders.read_params(config.run.folder, params, lora=job.model.lora)
+            restored = folders.read_params(
+                config.run.folder, params, config=job.model.config, lora=job.model.lora
+            )
             _warn_of_damage(restored)
             params = restored.state["params"]
             which = f"step {restored.step} of {config.run.folder}"
@@ -78,6 +81,10 @@ def export(
     Raises:
       InputError: no such run or checkpoint, a damaged one, or `folder` exists and is not empty.
     """
+    if expanded(folder).resolve() == (expanded(run) / "model").resolve():
+        raise InputError(
+            f"export: {folder} is where the run {run!r} writes its final model; name another folder"
+        )
     config = toml.build(
         tomllib.loads(folders.read_config(run, say=True)), source=f"{run}/config.toml"
     )
@@ -86,7 +93,14 @@ def export(
         raise InputError(f"export: the run {run!r} trains all weights and has no adapter")
     if adapter and dtype is not None:
         raise InputError("export: an adapter is written in float32; leave the dtype out")
-    restored = folders.read_params(run, model.params, lora=model.lora, step=step)
+    stops = assembly.stop_tokens(config, model)
+    restored = folders.read_params(
+        *(run, model.params),
+        config=model.config,
+        stop_tokens=stops,
+        lora=model.lora,
+        step=step,
+    )
     _warn_of_damage(restored)
     params = restored.state["params"]
     if adapter and model.lora is not None:
@@ -96,7 +110,6 @@ def export(
     if model.lora is not None:
         execution = Execution(model.config, Numerics(), lora=model.lora)
         params = programs.merged_program(execution)(params)
-    stops = assembly.stop_tokens(config, model)
     sources.write(folder, jax.device_get(params), model, stops, dtype=dtype or "float32")
     return restored.step
 

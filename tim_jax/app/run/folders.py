@@ -40,6 +40,7 @@ from tim_jax.common.errors import InputError, writing
 from tim_jax.common.inputs import leaves, shown
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Lora
+from tim_jax.model.config import ModelConfig
 from tim_jax.model.files import read_json, write_json, write_text
 from tim_jax.model.weights import Params
 from tim_jax.placement import processes
@@ -380,6 +381,8 @@ def read_params(
     folder: str | os.PathLike[str],
     params: Params,
     *,
+    config: ModelConfig,
+    stop_tokens: Iterable[int] | None = None,
     lora: Lora | None = None,
     step: int | None = None,
 ) -> Restored:
@@ -388,11 +391,15 @@ def read_params(
     Of a run that trains adapters, they are those of the checkpoint on the base of `params`.
 
     Raises:
-        InputError: that is not the base that they were trained on, or not the alpha of `lora`.
+        InputError: that is not the base that they were trained on, not the alpha of `lora`, or a
+          model of another `config`; with `stop_tokens`, one whose responses end by others.
     """
     trained, base = adapters.split(params)
     restored = read_checkpoint(folder, {"params": trained}, step=step)
-    checkpoints.check_marks(restored, checkpoints.base_mark(base, lora), folder)
+    marks = dict(checkpoints.model_mark(config, stop_tokens or ()))
+    if stop_tokens is None:
+        del marks["stop_tokens"]
+    checkpoints.check_marks(restored, {**checkpoints.base_mark(base, lora), **marks}, folder)
     whole = adapters.whole(restored.state["params"], base)
     return replace(restored, state={"params": whole})
 

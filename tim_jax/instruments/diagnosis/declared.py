@@ -20,6 +20,7 @@ from tim_jax.model.execution import Sampling
 from tim_jax.policy import layout
 
 _LARGEST = float(np.finfo(np.float32).max)
+_MOST_TOKENS = 2**31 - 1  # more than a response can have
 
 
 @dataclass(frozen=True)
@@ -153,19 +154,37 @@ _OWN = ("temperature", "top_k", "top_p", "logprobs_mode")
 KEYS = (*_OWN, *(name for one in _SHAPING.values() for name in one.names), *_LISTS, *_REFUSED)
 
 
-def asked(values: Mapping[str, Any], *, request: bool = False) -> dict[str, Any]:
-    """The options of a row, those of an inner `sampling_params`, `extra_body` or `meta_info` too.
+def asked(request: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a request, and those that a response or a row says of itself.
 
-    With `request` also those keys that are options in a request alone.
+    Also those of an inner `sampling_params`, `extra_body` or `meta_info`. Some keys are options in
+    a request alone.
+
+    Raises:
+      InputError: two of them differ, or `sampling_params` is no mapping.
     """
-    names = (*KEYS, *IN_REQUESTS) if request else KEYS
-    options = {key: values[key] for key in names if values.get(key) is not None}
-    for name in ("sampling_params", "extra_body"):
-        if isinstance(inner := values.get(name), Mapping):
-            options |= asked(inner, request=True)
-    if isinstance(meta := values.get("meta_info"), Mapping):
-        options |= {key: meta[key] for key in _OWN if meta.get(key) is not None}
+    options = {key: request[key] for key in IN_REQUESTS if request.get(key) is not None}
+    for one in (request, *others):
+        _add(options, {key: one[key] for key in KEYS if one.get(key) is not None})
+        for name in ("sampling_params", "extra_body"):
+            inner = one.get(name)
+            if isinstance(inner, Mapping):
+                _add(options, asked(inner))
+            elif inner is not None:
+                raise InputError(f"{name} must be a mapping of options, got {shown(inner)}")
+        if isinstance(meta := one.get("meta_info"), Mapping):
+            _add(options, {key: meta[key] for key in _OWN if meta.get(key) is not None})
     return options
+
+
+def _add(options: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Adds options; numbers must be the ones that are there."""
+    for name, value in more.items():
+        before = options.get(name)
+        numbers = isinstance(before, int | float) and isinstance(value, int | float)
+        if numbers and before != value and not (name == "top_k" and max(before, value) <= 0):
+            raise InputError(f"{name} is said twice, as {shown(before)} and as {shown(value)}")
+    options |= more
 
 
 def read(
@@ -253,7 +272,7 @@ def _number(values: Mapping[str, Any], where: str, option: Option) -> float:
 
 def _shaping(values: Mapping[str, Any], where: str, vocabulary: int) -> Shaping:
     numbers = {name: _number(values, where, one) for name, one in _SHAPING.items()}
-    minimum = int(numbers.pop("min_tokens"))
+    minimum = min(int(numbers.pop("min_tokens")), _MOST_TOKENS)
     return Shaping(
         **numbers,
         min_tokens=minimum,
@@ -268,7 +287,8 @@ def _bias(given: Any, where: str, vocabulary: int) -> tuple[tuple[int, float], .
         return ()
     try:
         pairs = given.items() if isinstance(given, Mapping) else given
-        biases = sorted((int(token), float(value)) for token, value in pairs)
+        # A table has a column for every token that any of its rows names.
+        biases = sorted((int(token), float(x)) for token, x in pairs if x is not None)
     except (TypeError, ValueError, OverflowError):
         biases = []
     fine = all(0 <= token < vocabulary and math.isfinite(x) for token, x in biases)

@@ -31,6 +31,11 @@ from tim_jax.instruments.diagnosis.rollouts import SHAPING, Row
 FORMATS = ("auto", "plain", "vllm", "sglang", "verl", "trl", "tunix")
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
+# What trainers call the engine's log-probs, beside those that they computed again.
+_OF_ENGINE = (
+    *("rollout_log_probs", "rollout_logprobs", "generation_logprobs", "sampling_logprobs"),
+    *("sampling_per_token_logps",),
+)
 # What trainers and scripts call prompt, response, log-probs and mask.
 NAMES = {
     "prompt_token_ids": ("prompt_ids", "prompt_tokens", "query_ids", "query_token_ids"),
@@ -40,10 +45,9 @@ NAMES = {
         *("generated_ids", "generated_token_ids", "token_ids"),
     ),
     "logprobs": (
+        *_OF_ENGINE,
         *("log_probs", "logps", "token_logprobs", "response_logprobs", "response_log_probs"),
-        *("output_logprobs", "output_log_probs", "completion_logprobs", "rollout_logprobs"),
-        *("rollout_log_probs", "generation_logprobs", "sampling_logprobs"),
-        *("sampling_per_token_logps",),
+        *("output_logprobs", "output_log_probs", "completion_logprobs"),
     ),
     "mask": ("loss_mask", "response_mask", "completion_mask", "action_mask", "assistant_masks"),
     "finish_reason": ("finish_reasons", "stop_type"),
@@ -58,6 +62,11 @@ _WHOLE = ("input_ids", "tokens")
 _NO_LOSS = -100
 _SCALARS = ("finish_reason", "weights_version", "supports", "routes", "episode")  # not lists alone
 _OF_EPISODES = ("episode", "turn", "turn_token_ids")
+_RECORDED_BESIDE = ("weights_version", "mask", "supports", "kept_log_mass", "routes")
+_WHOLE_NUMBERS = (
+    *("turn", "stop_reason", "response_length", "prompt_length", "weights_version"),
+    *NAMES["weights_version"],
+)
 
 
 def read(
@@ -95,23 +104,54 @@ def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None)
     """One line, of one of the formats, as the rows that it holds."""
     if not isinstance(values, Mapping):
         raise InputError(f"{where}: must be an object with keys, got {shown(values)}")
-    values = _listed(values)
-    turn = {key: values[key] for key in _OF_EPISODES if values.get(key) is not None}
+    line = {key: _said(key, x) for key, x in _listed(values).items()}
     asked: Mapping[str, Any] = {}
-    if isinstance(values.get("request"), Mapping) and isinstance(values.get("response"), Mapping):
-        asked, values = values["request"], values["response"]
-        values = _with_prompt(values, asked)
-    given = {name: asked[name] for name in SHAPING if asked.get(name) is not None}
-    given |= declared.asked(asked, request=True) | declared.asked(values)
+    values, wrapped = line, False
+    if isinstance(line.get("request"), Mapping) and isinstance(line.get("response"), Mapping):
+        asked, wrapped = line["request"], True
+        values = _with_prompt(line["response"], asked)
     name = detect(values) if form == "auto" else form
     try:
+        given = _shaping(asked) | declared.asked(asked, values, *[line] if wrapped else [])
         several = list(tunix(values, pad=pad) if name == "tunix" else _READERS[name](values))
+        for one in [values] * (name in ("vllm", "sglang")) + [line] * wrapped:
+            given |= _beside(one, len(several))
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
+    given |= {key: line[key] for key in _OF_EPISODES if line.get(key) is not None}
     for number, row in enumerate(several):
         place = where if len(several) == 1 else f"{where}, response {number}"
-        own = {key: x for key, x in row.items() if key not in declared.IN_REQUESTS}
-        yield Row(given | turn | own, place)
+        own = {key: x for key, x in row.items() if x is not None or key not in given}
+        own = {key: x for key, x in own.items() if key not in declared.IN_REQUESTS}
+        yield Row(given | own, place)
+
+
+def _said(key: str, value: Any) -> Any:
+    """A value of a row; None for what a table has where nothing was said, such as pandas' NaN.
+
+    A column of whole numbers with gaps is one of floats there.
+    """
+    if type(value).__name__ in ("NAType", "NaTType") or value != value:
+        return None
+    whole = key in _WHOLE_NUMBERS and isinstance(value, float) and value.is_integer()
+    return int(value) if whole else value
+
+
+def _shaping(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request says that makes another prompt of its text, in OpenAI's `extra_body` too."""
+    inner = asked.get("extra_body")
+    places = (inner if isinstance(inner, Mapping) else {}, asked)
+    return {x: one[x] for one in places for x in SHAPING if one.get(x) is not None}
+
+
+def _beside(values: Mapping[str, Any], responses: int) -> dict[str, Any]:
+    """What a recorder put beside a response, or beside a request and its response."""
+    names = {key: _name_in(values, key) for key in _RECORDED_BESIDE}
+    given = {key: values[name] for key, name in names.items() if values.get(name) is not None}
+    for key in given:
+        if responses > 1 and key != "weights_version":
+            raise InputError(f"{names[key]} stands beside {responses} responses; say whose it is")
+    return given
 
 
 def _listed(value: Any, depth: int = DEEPEST) -> Any:
@@ -141,18 +181,31 @@ def detect(values: Any) -> str:
     keys = set(values) if isinstance(values, Mapping) else set()
     if keys & {"rollout_log_probs"} and not keys & {"prompts", "responses"}:
         return "plain"  # as slime has it
+    named = [_name_in(values, key) for key in ("response_token_ids", "logprobs")] if keys else []
     for name, marks in _MARKS:
-        if marks & keys:
+        if marks & keys and not (name == "vllm" and keys.issuperset(named)):
             return name
-    if not keys & {"responses", "output"}:
+    if keys and keys.issuperset(named):
         return "plain"
-    named = (_name_in(values, key) for key in ("response_token_ids", "logprobs"))
-    return "plain" if keys.issuperset(named) else "verl"  # whose dump is text alone
+    return "verl" if keys & {"responses", "output"} else "plain"  # verl's dump is text alone
 
 
 def plain(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A line in this project's own format, or with the names that other programs give its keys."""
+    _check_one_list(values)
     yield renamed(values)
+
+
+def _check_one_list(values: Mapping[str, Any]) -> None:
+    """Refuses `logprobs` beside others that an engine is said to have recorded."""
+    own = values.get("logprobs")
+    for name in _OF_ENGINE:
+        other = values.get(name)
+        if isinstance(own, list) and isinstance(other, list) and own != other:
+            raise InputError(
+                f"has logprobs and {name}, which differ; leave out the one that the engine did not"
+                " record"
+            )
 
 
 def vllm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -338,6 +391,7 @@ def trl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """
     if values.get(_name_in(values, "logprobs")) is None:
         raise InputError("has no logprobs; TRL's completions table is text alone")
+    _check_one_list(values)
     names = ("response_token_ids", "logprobs", "logprob_token_ids", "prompt_mask", *_TRL_MASKS)
     for row in _batch(_with_each_prompt(values), "prompt_token_ids", names):
         log_probs, ids = row["logprobs"], row["response_token_ids"]
@@ -502,8 +556,8 @@ def _parquet(path: Path) -> Iterator[Row]:
     from pyarrow import ArrowException, parquet  # an extra
 
     try:
-        values = parquet.read_table(path).to_pylist()
-    except (OSError, ArrowException) as error:
+        values = parquet.read_table(path).to_pylist(maps_as_pydicts="strict")
+    except (OSError, ArrowException, KeyError) as error:  # KeyError: a map has a key twice
         reason = shown(f"{error}")
         raise InputError(f"rollouts {path}: not readable as Parquet: {reason}") from error
     yield from (Row(row, f"{path}, row {number}") for number, row in enumerate(values, 1))

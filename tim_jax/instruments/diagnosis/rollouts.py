@@ -7,7 +7,7 @@ import base64
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,11 @@ _LARGEST = float(np.finfo(np.float32).max)
 _TOP_TOLERANCE = 1e-3  # two roundings of one number
 _ABOVE_ZERO = 1e-4  # what rounding makes of the log-prob of a certain token
 # Of a request of chat messages: what makes another prompt of them.
-SHAPING = ("chat_template_kwargs", "tools", "continue_final_message", "add_generation_prompt")
+_MAKES_ANOTHER = ("tools", "documents", "continue_final_message", "chat_template")
+SHAPING = (
+    *("chat_template_kwargs", "add_generation_prompt", *_MAKES_ANOTHER),
+    *("add_special_tokens", "truncate_prompt_tokens"),  # of text too
+)
 # What is assumed of rows that do not say it: the option, and the key of a row.
 OPTIONS = {
     "temperature": "temperature",
@@ -177,9 +181,7 @@ def _supports(
     if given is None:
         return None
     if isinstance(given, Mapping):
-        ids = given.get("token_ids", given.get("ids")) or []
-        ends = given.get("offsets") or [0, *np.cumsum(given.get("counts") or [0]).tolist()]
-        given = [ids[start:end] for start, end in pairwise(ends)]
+        given = _supports_of(given, row.where)
     if not isinstance(given, Sequence) or len(given) != count:
         found = len(given) if isinstance(given, Sequence) else shown(given)
         raise InputError(
@@ -203,6 +205,21 @@ def _supports(
             )
         array[place, : len(one)] = one
     return array
+
+
+def _supports_of(given: Mapping[str, Any], where: str) -> list[list[Any]]:
+    """The lists of ids that lie one after the other in one."""
+    ids = given.get("token_ids", given.get("ids")) or []
+    offsets, counts = given.get("offsets"), given.get("counts")
+    numbers = offsets or counts or []
+    whole = isinstance(numbers, list | tuple) and all(type(x) is int for x in numbers)
+    if not whole or not isinstance(ids, list | tuple):
+        raise InputError(
+            f"{where}: supports must have token_ids and offsets or counts, lists of whole numbers;"
+            f" got {shown(given)}"
+        )
+    ends = numbers if offsets else [0, *accumulate(numbers)]
+    return [list(ids[start:end]) for start, end in pairwise(ends)]
 
 
 def _kept_log_mass(row: Row, count: int, mask: np.ndarray | None) -> np.ndarray | None:
@@ -535,6 +552,7 @@ def with_ids(row: Row, tokenizer: Any) -> tuple[Any, bool]:
         if ids == "prompt_token_ids" and prompt is not None:
             # Text is taken as the engine was given it; messages went through the template there.
             plain = isinstance(prompt, str)
+            _check_text(row.values, row.where, plain=plain)
             made[ids] = encode_prompt(
                 tokenizer,
                 prompt,
@@ -559,10 +577,23 @@ def _check_messages(row: Row, prompt: Any) -> None:
                 )
 
 
+def _check_text(asked: Mapping[str, Any], where: str, *, plain: bool) -> None:
+    """Refuses what makes other tokens of a prompt than are made here."""
+    given = {"truncate_prompt_tokens": asked.get("truncate_prompt_tokens")}
+    if plain and asked.get("add_special_tokens") is False:
+        given["add_special_tokens"] = False
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(
+                f"{where}: {name} = {shown(value)} shaped the prompt, which is not tokenised again"
+                " with it; give prompt_token_ids"
+            )
+
+
 def _template_options(row: Row) -> Mapping[str, Any]:
     """What the request of chat messages says of the template."""
     asked = row.values
-    shapes = [name for name in ("tools", "continue_final_message") if asked.get(name)]
+    shapes = [name for name in _MAKES_ANOTHER if asked.get(name)]
     shapes += ["add_generation_prompt"] if asked.get("add_generation_prompt") is False else []
     if shapes:
         raise InputError(

@@ -158,9 +158,10 @@ def diagnose(
       sources: of low precision that are tried, the smallest first; most compile a forward.
 
     Raises:
-      InputError: the loss masks leave no token to compare.
+      InputError: the loss masks leave no token to compare, or the rows of an episode are no turns.
     """
     _check_masks(responses)
+    breaks = () if tokenizer is None else find_breaks(tokenizer, responses)
     tokens = Tokens(
         tuple(responses),
         gather(forward, responses),
@@ -178,7 +179,6 @@ def diagnose(
         judged += _by_forwards(_announced(tried, most), tokens, judged)
         judged += _in_some_layers(judged, tokens, forward)
     found = _decide(tokens, base, sorted(judged, key=lambda one: -one.gain), sizes)
-    breaks = () if tokenizer is None else find_breaks(tokenizer, responses)
     state = "fault" if any(one.fault for one in breaks) else found.state
     return replace(found, agreement=_agreement(tokens, forward), breaks=breaks, state=state)
 

@@ -150,7 +150,9 @@ class Trained(NamedTuple):
 def trained(config: RunConfig) -> Trained:
     """The newest checkpoint of a run's folder."""
     model = sources.make_model(config)
-    read = folders.read_params(config.run.folder, model.params, lora=model.lora)
+    read = folders.read_params(
+        config.run.folder, model.params, config=model.config, lora=model.lora
+    )
     return Trained(config, model, jax.tree.map(jnp.asarray, read.state["params"]))
 
 
