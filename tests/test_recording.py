@@ -47,9 +47,10 @@ def test_what_is_written_is_what_is_read(tmp_path):
             routes=np.zeros((4, 2, 1), np.int32),
         )
         rows.write(**ROW, kept_log_mass=np.asarray([-0.25, 0.0], np.float32))
+        rows.write(**ROW, mask=[1, 0], kept_log_mass=[-0.25, math.nan])
         rows.write(**ROW, episode=7, turn=1)
         rows.write(**ROW, turn_token_ids=[np.asarray([8]), (9,)])
-    first, second, third, turn, whole = collect(readers.read(file), limits=LIMITS).responses
+    first, second, third, masked, turn, whole = collect(readers.read(file), limits=LIMITS).responses
     assert (first.prompt, first.tokens) == ((5, 6), (8, 9))
     assert first.log_probs.tolist() == [-0.5, -1.25]
     assert second.mask is not None
@@ -64,6 +65,8 @@ def test_what_is_written_is_what_is_read(tmp_path):
     assert second.routes.shape == (5, 2, 1)
     assert third.kept_log_mass is not None
     assert third.kept_log_mass.tolist() == [-0.25, 0.0]
+    assert masked.kept_log_mass is not None
+    assert masked.kept_log_mass.tolist() == [-0.25, 0.0]
     assert (turn.episode, turn.turn) == ("7", 1)
     assert whole.turns == ((8,), (9,))
 
@@ -84,7 +87,7 @@ def test_what_is_written_is_what_is_read(tmp_path):
         ({"sampling": object()}, 'sampling must be a mapping, such as {"temperature": 0.7}, got'),
         ({"supports": [[8]]}, "2 response tokens, but 1 places of supports"),
         ({"kept_log_mass": [-0.1]}, "2 response tokens, but 1 places of kept_log_mass"),
-        ({"kept_log_mass": [-0.1, None]}, "kept_log_mass must be a list of finite numbers, got"),
+        ({"kept_log_mass": [-0.1, None]}, r"kept_log_mass\[1\] is no finite number"),
         ({"logprobs": [-0.5, 0.5]}, r"logprobs\[1\] = 0\.5 is positive"),
         ({"turn": "1"}, "turn must be a whole number, got '1'"),
         ({"prompt_token_ids": []}, "prompt_token_ids must be token ids, "),

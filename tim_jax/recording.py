@@ -83,21 +83,11 @@ class Capture:
         """
         prompt = _ids("prompt_token_ids", prompt_token_ids)
         tokens = _ids("response_token_ids", response_token_ids)
-        kept_ids, mass = _rows("supports", supports), _numbers("kept_log_mass", kept_log_mass)
-        for name, several in (("supports", kept_ids), ("kept_log_mass", mass)):
-            if several is not None and len(several) != len(tokens):
-                raise InputError(
-                    f"capture: {len(tokens)} response tokens, but {len(several)} places of {name};"
-                    " there must be as many"
-                )
-        if turn is not None and (isinstance(turn, bool) or turn != _whole_number(turn)):
-            raise InputError(f"capture: turn must be a whole number, got {shown(turn)}")
-        if not isinstance(sampling, Mapping | None):
-            raise InputError(
-                'capture: sampling must be a mapping, such as {"temperature": 0.7}, got'
-                f" {shown(sampling)}"
-            )
-        numbers = [_number(x) for x in _listed("logprobs", logprobs)]
+        kept_ids = _rows("supports", supports)
+        mass = None if kept_log_mass is None else _numbers("kept_log_mass", kept_log_mass)
+        _check_places(len(tokens), supports=kept_ids, kept_log_mass=mass)
+        _check_kinds(turn, sampling)
+        numbers = _numbers("logprobs", logprobs)
         own = [1] * len(tokens) if mask is None else _whole("mask", mask)
         if not {*own} <= {0, 1}:
             raise InputError(f"capture: mask must be of 0 and 1, got {shown(mask)}")
@@ -106,16 +96,8 @@ class Capture:
                 f"capture: {len(tokens)} response tokens, but {len(numbers)} logprobs and"
                 f" {len(own)} places of the mask; there must be as many"
             )
-        for place, (number, kept) in enumerate(zip(numbers, own, strict=True)):
-            if kept and number is None:
-                raise InputError(
-                    f"capture: logprobs[{place}] is no finite number; mask it or mend it"
-                )
-            if kept and number is not None and number > _ABOVE_ZERO:
-                raise InputError(
-                    f"capture: logprobs[{place}] = {number:.6g} is positive; a log-probability is"
-                    " at most 0"
-                )
+        _check_log_probs("logprobs", numbers, own)
+        _check_log_probs("kept_log_mass", mass or numbers, own)
         row = {
             "prompt_token_ids": prompt,
             "response_token_ids": tokens,
@@ -191,6 +173,36 @@ def capture(path: str | Path) -> Capture:
     return Capture(path)
 
 
+def _check_places(count: int, **lists: list[Any] | None) -> None:
+    for name, places in lists.items():
+        if places is not None and len(places) != count:
+            raise InputError(
+                f"capture: {count} response tokens, but {len(places)} places of {name};"
+                " there must be as many"
+            )
+
+
+def _check_kinds(turn: Any, sampling: Any) -> None:
+    if turn is not None and (isinstance(turn, bool) or turn != _whole_number(turn)):
+        raise InputError(f"capture: turn must be a whole number, got {shown(turn)}")
+    if not isinstance(sampling, Mapping | None):
+        raise InputError(
+            'capture: sampling must be a mapping, such as {"temperature": 0.7}, got'
+            f" {shown(sampling)}"
+        )
+
+
+def _check_log_probs(what: str, numbers: list[float | None], mask: list[int]) -> None:
+    for place, (number, kept) in enumerate(zip(numbers, mask, strict=True)):
+        if kept and number is None:
+            raise InputError(f"capture: {what}[{place}] is no finite number; mask it or mend it")
+        if kept and number is not None and number > _ABOVE_ZERO:
+            raise InputError(
+                f"capture: {what}[{place}] = {number:.6g} is positive; a log-probability is"
+                " at most 0"
+            )
+
+
 def _as_list(values: Any) -> Any:
     """A list of a list, a tuple, an array or a tensor."""
     return values.tolist() if hasattr(values, "tolist") else list(values)
@@ -201,16 +213,6 @@ def _listed(what: str, values: Any) -> Any:
         return _as_list(values)
     except TypeError:
         raise InputError(f"capture: {what} must be a list, got {shown(values)}") from None
-
-
-def _numbers(what: str, values: Any) -> list[float] | None:
-    if values is None:
-        return None
-    given = _listed(what, values)
-    numbers = [number for number in map(_number, given) if number is not None]
-    if len(numbers) < len(given):
-        raise InputError(f"capture: {what} must be a list of finite numbers, got {shown(values)}")
-    return numbers
 
 
 def _ids(what: str, values: Any) -> list[int]:
@@ -243,6 +245,10 @@ def _whole(what: str, values: Any) -> list[int]:
     if whole != [*given]:  # 1.0 and True are 1
         raise InputError(f"capture: {what} must be a list of whole numbers, got {shown(values)}")
     return whole
+
+
+def _numbers(what: str, values: Any) -> list[float | None]:
+    return [_number(x) for x in _listed(what, values)]
 
 
 def _number(value: Any) -> float | None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -347,18 +348,18 @@ def test_what_shapes_the_prompt_of_a_chat_is_heeded_or_refused():
     assert chat_of(extra_body={"chat_template_kwargs": {"brief": True}}) == (2, 3, 4)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert chat_of(messages=[{"role": "user", "content": parts}]) == (2, 3, 3)
-    for refused in (
-        {"tools": [{"type": "function"}]},
-        {"continue_final_message": True},
-        {"add_generation_prompt": False},
-        {"extra_body": {"add_generation_prompt": False}},
-        {"chat_template": "{{ messages }}"},
-        {"documents": [{"text": "a"}]},
-        {"truncate_prompt_tokens": 2},
-    ):
-        refused_as = [*refused, *refused.get("extra_body", ())][-1]
-        with pytest.raises(RolloutsError, match=f"{refused_as} .*shaped the prompt"):
-            chat_of(**refused)
+    refused: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("tools", {"tools": [{"type": "function"}]}),
+        ("continue_final_message", {"continue_final_message": True}),
+        ("add_generation_prompt", {"add_generation_prompt": False}),
+        ("add_generation_prompt", {"extra_body": {"add_generation_prompt": False}}),
+        ("chat_template", {"chat_template": "{{ messages }}"}),
+        ("documents", {"documents": [{"text": "a"}]}),
+        ("truncate_prompt_tokens", {"truncate_prompt_tokens": 2}),
+    )
+    for name, request in refused:
+        with pytest.raises(RolloutsError, match=f"{name} .*shaped the prompt"):
+            chat_of(**request)
     said = {"role": "assistant", "content": None, "refusal": None, "tool_calls": []}
     assert chat_of(messages=[said | {"content": "a"}]) == (2, 3)  # what is empty says nothing
     for key, value in (

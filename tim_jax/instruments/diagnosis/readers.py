@@ -19,17 +19,16 @@ where there is no loss), with a mask as long as the list, or with `response_leng
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tim_jax.common.errors import InputError, check_choice
-from tim_jax.common.inputs import DEEPEST, expanded, json_value, shown
+from tim_jax.common.inputs import shown
 from tim_jax.instruments.diagnosis import declared
-from tim_jax.instruments.diagnosis.rollouts import SHAPING, Row
+from tim_jax.instruments.diagnosis.lines import Row, plain_values, read_lines
+from tim_jax.instruments.diagnosis.texts import SHAPING
 
 FORMATS = ("auto", "plain", "vllm", "sglang", "verl", "trl", "tunix")
-_SUFFIXES = (".jsonl", ".json", ".parquet")
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
 # What trainers call the engine's log-probs, beside those that they computed again.
 _OF_ENGINE = (
@@ -85,7 +84,7 @@ def read(
       InputError: there is no such file, or it cannot be read at all.
     """
     check_choice("rollouts: format", form, FORMATS)
-    for line in _lines(source):
+    for line in read_lines(source):
         if isinstance(line, InputError):
             yield line
             continue
@@ -104,7 +103,7 @@ def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None)
     """One line, of one of the formats, as the rows that it holds."""
     if not isinstance(values, Mapping):
         raise InputError(f"{where}: must be an object with keys, got {shown(values)}")
-    line = {key: _said(key, x) for key, x in _listed(values).items()}
+    line = plain_values(values, whole=_WHOLE_NUMBERS)
     asked: Mapping[str, Any] = {}
     values, wrapped = line, False
     if isinstance(line.get("request"), Mapping) and isinstance(line.get("response"), Mapping):
@@ -126,17 +125,6 @@ def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None)
         yield Row(given | own, place)
 
 
-def _said(key: str, value: Any) -> Any:
-    """A value of a row; None for what a table has where nothing was said, such as pandas' NaN.
-
-    A column of whole numbers with gaps is one of floats there.
-    """
-    if type(value).__name__ in ("NAType", "NaTType") or value != value:
-        return None
-    whole = key in _WHOLE_NUMBERS and isinstance(value, float) and value.is_integer()
-    return int(value) if whole else value
-
-
 def _shaping(asked: Mapping[str, Any]) -> dict[str, Any]:
     """What a request says that makes another prompt of its text, in OpenAI's `extra_body` too."""
     inner = asked.get("extra_body")
@@ -152,17 +140,6 @@ def _beside(values: Mapping[str, Any], responses: int) -> dict[str, Any]:
         if responses > 1 and key != "weights_version":
             raise InputError(f"{names[key]} stands beside {responses} responses; say whose it is")
     return given
-
-
-def _listed(value: Any, depth: int = DEEPEST) -> Any:
-    """Arrays and tensors as lists, wherever they stand in a row."""
-    if not depth or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, Mapping):
-        return {key: _listed(inner, depth - 1) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_listed(inner, depth - 1) for inner in value]
-    return _listed(value.tolist(), depth - 1) if hasattr(value, "tolist") else value
 
 
 def _with_prompt(values: Mapping[str, Any], asked: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -517,50 +494,6 @@ _MARKS = (
     ("trl", {"completion_ids"}),
     ("tunix", {"left_padded_prompt_tokens", "padded_prompt_tokens"}),
 )
-
-
-def _lines(source: Any) -> Iterator[Row | InputError]:
-    if not isinstance(source, str | Path):
-        yield from (Row(values, f"row {i}") for i, values in enumerate(source, 1))
-        return
-    path = expanded(source)
-    if path.suffix not in _SUFFIXES:
-        raise InputError(f"rollouts {path}: unknown file type; known: {', '.join(_SUFFIXES)}")
-    if not path.is_file():
-        raise InputError(f"rollouts {path}: no such file")
-    yield from _parquet(path) if path.suffix == ".parquet" else _json(path)
-
-
-def _json(path: Path) -> Iterator[Row | InputError]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"rollouts {path}: cannot be read: {error}") from error
-    if path.suffix == ".json":
-        values = json_value(text, f"rollouts {path}")
-        several = isinstance(values, list)
-        for number, value in enumerate(values if several else [values], 1):
-            yield Row(value, f"{path}, row {number}" if several else f"{path}")
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                yield Row(json_value(line, f"{path}, line {number}"), f"{path}, line {number}")
-            except InputError as error:
-                yield error
-
-
-def _parquet(path: Path) -> Iterator[Row]:
-    if find_spec("pyarrow") is None:
-        raise InputError(f"rollouts {path}: Parquet needs pyarrow: pip install 'tim-jax[math]'")
-    from pyarrow import ArrowException, parquet  # an extra
-
-    try:
-        values = parquet.read_table(path).to_pylist(maps_as_pydicts="strict")
-    except (OSError, ArrowException, KeyError) as error:  # KeyError: a map has a key twice
-        reason = shown(f"{error}")
-        raise InputError(f"rollouts {path}: not readable as Parquet: {reason}") from error
-    yield from (Row(row, f"{path}, row {number}") for number, row in enumerate(values, 1))
 
 
 def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
