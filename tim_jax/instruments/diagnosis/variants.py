@@ -356,14 +356,18 @@ def of_prompts(forward: Forward, tokenizer: Any, tokens: Tokens) -> Iterator[Var
         return Variant(name, text, "fault", forward, change)
 
     if bos is not None:
+        begun = all(r.prompt[0] == bos for r in tokens.responses)
+        twice = all(r.prompt[:2] == (bos, bos) for r in tokens.responses)
+        one = f"a second BOS token {bos}" if begun else f"a BOS token {bos}"
         yield variant(
             "bos_missing",
-            f"the system had a BOS token {bos} before the prompt",
+            f"the system had {one} before the prompt",
             lambda r: replace(r, prompt=(bos, *r.prompt)),
         )
         yield variant(
             "bos_added",
-            "the system had no BOS token before the prompt",
+            f"the system had {'one BOS token and not two' if twice else 'no BOS token'} before the"
+            " prompt",
             lambda r: _with_prompt(r, r.prompt[1:]) if r.prompt[0] == bos else None,
         )
     yield variant(
