@@ -81,8 +81,8 @@ def resolve(folder_or_hub: str | os.PathLike, *, config_only: bool = False) -> P
             )
     except Exception as error:  # whatever the transport, the hub or its cache raise
         raise InputError(
-            f"model {name!r} is neither a folder, as seen from the current one, nor reachable on the"
-            f" hub ({_reason(error)})"
+            f"model {name!r} is neither a folder, as seen from the current one, nor reachable on"
+            f" the hub ({_reason(error)})"
         ) from None
 
 
