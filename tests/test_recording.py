@@ -92,10 +92,7 @@ def test_what_is_written_is_what_is_read(tmp_path):
         ({"turn": "1"}, "turn must be a whole number, got '1'"),
         ({"prompt_token_ids": []}, "prompt_token_ids must be token ids, "),
         ({"response_token_ids": [8, -1]}, "response_token_ids must be token ids, "),
-        (
-            {"response_token_ids": [True, False]},
-            "response_token_ids must be token ids, ",
-        ),
+        ({"response_token_ids": [True, False]}, "response_token_ids must be token ids, "),
     ],
 )
 def test_rows_that_could_not_be_read_are_not_written(tmp_path, change, message):

@@ -97,7 +97,8 @@ class Capture:
                 f" {len(own)} places of the mask; there must be as many"
             )
         _check_log_probs("logprobs", numbers, own)
-        _check_log_probs("kept_log_mass", mass or numbers, own)
+        if mass is not None:
+            _check_log_probs("kept_log_mass", mass, own)
         row = {
             "prompt_token_ids": prompt,
             "response_token_ids": tokens,

@@ -235,15 +235,14 @@ def _attend(
     over = partial(_over_keys, numerics=numerics, aligned=cache is None)
     if packing is None:
         return over(laid_out, new, positions, window, shape=shape), new
-    grouping = packed.grouping(numerics.family)
-    options = {"runs": 1} if isinstance(grouping, packed.Chunks) else {}
 
     def of_sequences(query, key, value, positions, window):
         size = query.shape[:2]
         own = _laid_out(query, size, kv_heads), _keys_values(key, value)
-        out = over(*own, positions, window, shape=size, **options)
+        out = over(*own, positions, window, shape=size, runs=1)  # rows may be part of a sequence
         return out.reshape(*size, *out.shape[1:])
 
+    grouping = packed.grouping(numerics.family)
     out = packed.attended(query, key[0], value[0], window, packing, of_sequences, grouping)
     return out, new
 

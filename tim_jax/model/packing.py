@@ -53,7 +53,7 @@ class Groups:
     """
 
     rows: int  # about so many at a time, unless a sequence has more
-    unit: int = 1  # lengths that are compiled are multiples of this
+    unit: int  # lengths that are compiled are multiples of this
 
     def classes(self, longest: int) -> list[int]:
         """Lengths that attention is compiled for, from `longest` on, each a third shorter."""
@@ -206,7 +206,7 @@ def attended(
       window: i32[], how many positions a token attends to, or None.
       attend: of rows at these positions of sequences whose keys begin at position 0;
         differentiable. The rows of `Groups` are whole sequences.
-      grouping: what it is given at a time.
+      grouping: what `attend` is given at a time.
 
     Returns:
       [N, H, E]; of rows that belong to no sequence meaningless, but finite.

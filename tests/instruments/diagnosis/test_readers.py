@@ -329,6 +329,9 @@ def test_text_of_the_prompt_may_stand_in_the_request():
         assert found.responses[0].prompt == prompt
         assert list(found.responses[0].tokens) == TOKENS
         assert "tokenised again" in found.warnings[0]
+    line = {"request": {"prompt": "ab", "add_special_tokens": False}, "response": chat}
+    with pytest.raises(RolloutsError, match="add_special_tokens = False shaped the prompt"):
+        collect(readers.read([line]), limits=LIMITS, tokenizer=tokenizer)
 
 
 def chat_of(**request):

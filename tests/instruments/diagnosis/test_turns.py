@@ -16,6 +16,7 @@ from tim_jax.instruments.diagnosis.turns import (
     find_break_of_whole,
     find_breaks,
 )
+from tim_jax.instruments.diagnosis.verdict import diagnose
 
 TOKENIZER = tokenizer()
 START, END = "<|im_start|>user\n", "<|im_end|>"
@@ -202,3 +203,5 @@ def test_rows_that_are_no_episode_are_refused(rows, message):
     episode = [row | {"episode": "z"} for row in rows]
     with pytest.raises(InputError, match=message):
         find_breaks(TOKENIZER, collected(episode))
+    with pytest.raises(InputError, match=message):  # before any forward, which there is not here
+        diagnose(collected(episode), cast(Any, None), tokenizer=TOKENIZER)

@@ -79,7 +79,8 @@ def export(
     checkpoint's step.
 
     Raises:
-      InputError: no such run or checkpoint, a damaged one, or `folder` exists and is not empty.
+      InputError: no such run or checkpoint, a damaged one, one of another model, or `folder` exists
+        and is not empty, or is where the run writes its own model.
     """
     if expanded(folder).resolve() == (expanded(run) / "model").resolve():
         raise InputError(
@@ -94,13 +95,8 @@ def export(
     if adapter and dtype is not None:
         raise InputError("export: an adapter is written in float32; leave the dtype out")
     stops = assembly.stop_tokens(config, model)
-    restored = folders.read_params(
-        *(run, model.params),
-        config=model.config,
-        stop_tokens=stops,
-        lora=model.lora,
-        step=step,
-    )
+    expected = {"config": model.config, "stop_tokens": stops, "lora": model.lora}
+    restored = folders.read_params(run, model.params, step=step, **expected)
     _warn_of_damage(restored)
     params = restored.state["params"]
     if adapter and model.lora is not None:

@@ -431,9 +431,10 @@ def base_mark(base: Params | None, lora: Lora | None) -> Marks:
     return of_lora if base is None else {"base_crc32": adapters.fingerprint(base), **of_lora}
 
 
-def model_mark(config: ModelConfig, stop_tokens: Iterable[int]) -> Marks:
+def model_mark(config: ModelConfig, stop_tokens: Iterable[int] | None = None) -> Marks:
     """The marks of what a model is besides its weights, and of the tokens that end a response."""
-    return {"model": dict(inputs.leaves(config.computed)), "stop_tokens": sorted(stop_tokens)}
+    mark = {"model": dict(inputs.leaves(config.computed))}
+    return mark if stop_tokens is None else {**mark, "stop_tokens": sorted(stop_tokens)}
 
 
 def rows_mark(train: Sequence[Example]) -> Marks:

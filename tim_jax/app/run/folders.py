@@ -396,9 +396,7 @@ def read_params(
     """
     trained, base = adapters.split(params)
     restored = read_checkpoint(folder, {"params": trained}, step=step)
-    marks = dict(checkpoints.model_mark(config, stop_tokens or ()))
-    if stop_tokens is None:
-        del marks["stop_tokens"]
+    marks = checkpoints.model_mark(config, stop_tokens)
     checkpoints.check_marks(restored, {**checkpoints.base_mark(base, lora), **marks}, folder)
     whole = adapters.whole(restored.state["params"], base)
     return replace(restored, state={"params": whole})

@@ -161,7 +161,7 @@ def asked(request: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, A
     a request alone.
 
     Raises:
-      InputError: two of them differ, or `sampling_params` is no mapping.
+      InputError: a number is said twice, with two values, or `sampling_params` is no mapping.
     """
     options = {key: request[key] for key in IN_REQUESTS if request.get(key) is not None}
     for one in (request, *others):
@@ -178,7 +178,7 @@ def asked(request: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, A
 
 
 def _add(options: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Adds options; numbers must be the ones that are there."""
+    """Adds options; a number that is there already must be the same."""
     for name, value in more.items():
         before = options.get(name)
         numbers = isinstance(before, int | float) and isinstance(value, int | float)

@@ -113,8 +113,10 @@ def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None)
     try:
         given = _shaping(asked) | declared.asked(asked, values, *[line] if wrapped else [])
         several = list(tunix(values, pad=pad) if name == "tunix" else _READERS[name](values))
-        for one in [values] * (name in ("vllm", "sglang")) + [line] * wrapped:
-            given |= _beside(one, len(several))
+        if name in ("vllm", "sglang"):  # the other readers take these from the line themselves
+            given |= _beside(values, len(several))
+        if wrapped:
+            given |= _beside(line, len(several))
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
     given |= {key: line[key] for key in _OF_EPISODES if line.get(key) is not None}

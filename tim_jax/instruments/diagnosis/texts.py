@@ -61,15 +61,13 @@ def _check_messages(row: Row, prompt: Any) -> None:
 
 def _check_text(asked: Mapping[str, Any], where: str, *, plain: bool) -> None:
     """Refuses what makes other tokens of a prompt than are made here."""
-    given = {"truncate_prompt_tokens": asked.get("truncate_prompt_tokens")}
-    if plain and asked.get("add_special_tokens") is False:
-        given["add_special_tokens"] = False
-    for name, value in given.items():
-        if value is not None:
-            raise InputError(
-                f"{where}: {name} = {shown(value)} shaped the prompt, which is not tokenised again"
-                " with it; give prompt_token_ids"
-            )
+    names = ["truncate_prompt_tokens"] if asked.get("truncate_prompt_tokens") is not None else []
+    names += ["add_special_tokens"] if plain and asked.get("add_special_tokens") is False else []
+    if names:
+        raise InputError(
+            f"{where}: {names[0]} = {shown(asked[names[0]])} shaped the prompt, which is not"
+            " tokenised again with it; give prompt_token_ids"
+        )
 
 
 def _template_options(row: Row) -> Mapping[str, Any]:
