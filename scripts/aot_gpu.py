@@ -40,7 +40,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import kernels
 from tim_jax.instruments.plan import topology
-from tim_jax.instruments.plan.topology import COMPILER_OPTIONS, GPUS
+from tim_jax.instruments.plan.topology import COMPILER_OPTIONS
 from tim_jax.numerics import (
     GPU_EXACT_BF16,
     GPU_EXACT_F16,
@@ -287,7 +287,7 @@ def look_at_programs(numerics: Numerics, sharding, layers: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("device", nargs="?", default="h200", choices=GPUS)
+    parser.add_argument("device", nargs="?", default="h200", choices=("h100", "h200"))
     parser.add_argument("--family", choices=GPU_FAMILIES, help="without it, both")
     parser.add_argument("--layers", type=int, default=1, help="of the whole programs")
     parser.add_argument("--kernels-only", action="store_true")

@@ -7,6 +7,7 @@ import pathlib
 import platform
 import queue
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -293,12 +294,12 @@ def between_marks(text: str, measured: str) -> str:
 
 
 def publish_plans(
-    description: str, page: pathlib.Path, cases: Sequence[Any], planned: Callable, lines: Callable
+    description: str, page: pathlib.Path, cases: Sequence[Any], lines: Callable
 ) -> None:
     """Writes the page of plans, or prints it for a smoke test: of the last case.
 
-    `planned` makes a case's plan, or takes it from a folder; `lines` makes the page of (case, plan)
-    pairs and the load average.
+    A case names a `file` for its plan, and the `words` behind `tim-jax plan`; `lines` makes the
+    page of (case, plan) pairs and the load average.
     """
     options = parser(description, page)
     options.add_argument("--keep", type=pathlib.Path, help="folder for the plans' JSON")
@@ -308,8 +309,20 @@ def publish_plans(
         folder = chosen.keep or pathlib.Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         some = cases[-1:] if chosen.smoke else cases
-        plans = [(case, planned(case, folder.resolve())) for case in some]
+        plans = [(case, _planned(case, folder.resolve())) for case in some]
     publish(lines(plans, load), chosen, page)
+
+
+def _planned(case: Any, folder: pathlib.Path) -> dict[str, Any]:
+    """The plan's JSON; compiled, unless the folder has it."""
+    file = folder / case.file
+    if not file.exists():
+        command = [sys.executable, "-m", "tim_jax", "plan", "--json", str(file), *case.words]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        found = subprocess.run(command, check=False, cwd=RESULTS.parents[1], env=environment)
+        if not file.exists():
+            raise SystemExit(f"tim-jax plan ended with status {found.returncode}")
+    return json.loads(file.read_text())
 
 
 def share_even(completion: str) -> float:

@@ -20,7 +20,7 @@ import bench_exactness_cost as exactness_cost
 import jax
 import jax.numpy as jnp
 
-from tim_jax.app.run.numerics import fixed_numerics
+from tim_jax.app.run.assembly import fixed_numerics
 from tim_jax.instruments.auditing.cases import random_params
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.rl import programs

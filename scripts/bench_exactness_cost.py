@@ -15,10 +15,10 @@ import bench_common as common
 import jax
 import jax.numpy as jnp
 
-from tim_jax.app.run.numerics import fixed_numerics
+from tim_jax.app.run.assembly import fixed_numerics
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.instruments.auditing.cases import random_params
-from tim_jax.model import calibration
+from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.numerics import Numerics
@@ -110,7 +110,7 @@ def calibrated(config: ModelConfig, dtype: str, sizes: common.Sizes, *, batch: i
     """The numerics of a run of such sizes, with what this machine was measured to keep."""
     longest = sizes.prompt + max(sizes.response, sizes.longest)
     fixed = fixed_numerics("tiles", dtype, length=longest)
-    return calibration.calibrate(config, fixed, batch=batch, longest=longest)
+    return fitting.calibrate(config, fixed, batch=batch, longest=longest)
 
 
 def measure(sizes: common.Sizes, batch: int, dtype: str, repeats: int) -> Row:

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from bench_exactness_cost import calibrated, make_prompts, make_side, model_config
 
+from tim_jax.app.run.assembly import fixed_numerics
 from tim_jax.instruments.auditing.cases import random_params
 from tim_jax.model.config import LatentConfig, ModelConfig
 from tim_jax.model.execution import Execution, Sampling
-from tim_jax.numerics import Numerics
 
 PAGE = common.RESULTS / "experts.md"
 EXPERTS, CHOSEN = 16, 2
@@ -80,7 +80,7 @@ def measure(sizes: common.Sizes, batch: int, dtype: str, repeats: int) -> Row:
         params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
         prompts = make_prompts(config, sizes, batch)
         exact = calibrated(config, dtype, sizes, batch=batch)
-        native = Numerics(family="native", compute_dtype=dtype)
+        native = fixed_numerics("native", dtype, length=config.max_positions)
         for name, numerics in {"exact": exact, "native": native}.items():
             execution = Execution(config, numerics, Sampling(sizes.response))
             side, found = make_side(execution, params, prompts)

@@ -21,9 +21,9 @@ from tim_jax import objectives, optimizers
 from tim_jax.instruments.auditing import random_params
 from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.policy import sampler, scoring
-from tim_jax.rl import loop, micro_batches, programs
+from tim_jax.rl import loop, programs
 from tim_jax.rl.training import Training
-from tim_jax.rl.types import Learning
+from tim_jax.rl.types import Learning, fill, whole_lengths
 
 PAGE = common.RESULTS / "packing.md"
 # Sequences begin at multiples of a block, which costs long ones a smaller share than short ones.
@@ -75,12 +75,12 @@ class Side:
 
 def filled(rollout, learning: Learning) -> float:
     """The share of what an update computes that are tokens of prompts and responses."""
-    wholes = micro_batches.whole_lengths(rollout)
+    wholes = whole_lengths(rollout)
     tokens = learning.micro_batch_tokens
     if tokens is None:
         computed = len(wholes) * (rollout.prompts.shape[1] + rollout.responses.shape[1])
     else:
-        parts = micro_batches.fill(wholes, tokens=tokens, rows=len(wholes))
+        parts = fill(wholes, tokens=tokens, rows=len(wholes))
         computed = (int(parts.max()) + 1) * tokens
     return float(wholes.sum()) / computed
 
@@ -161,13 +161,12 @@ def main() -> None:
     lines = [
         "# The learner without padding",
         "",
-        f"Written by `python scripts/bench_packing.py --repeats {options.repeats}`. An update of"
-        f" {SEQUENCES} sequences whose lengths are log-normal with a mean of a quarter of the"
-        f" longest, {longest}; and, for comparison, of sequences that are all as long as"
-        f" their mean. Updates are taken in turns, {options.repeats} of each; the ratio is the"
-        " median of the ratios of neighbours. Filled is the share of what is computed that are"
-        " tokens: the last micro-batch of a step is seldom full. Every response token's log-prob"
-        " was compared with that of a forward over the padded rows, and none was unequal.",
+        f"Written by `python scripts/bench_packing.py --repeats {options.repeats}`. The time of an"
+        f" update of {SEQUENCES} sequences, of log-normal lengths with a mean of a quarter of the"
+        f" longest, {longest}; for comparison, of sequences that are all as long as their"
+        f" mean. Updates take turns, {options.repeats} of each; a ratio is the median of the"
+        " ratios of neighbours. Filled is the share of tokens in what is computed. No response"
+        " token's log-prob differed from that of a forward over the padded rows.",
         "",
         *(sizes.text() for sizes in shapes),
         "",

@@ -214,9 +214,9 @@ def section(rows: list[Row], load: float, options) -> list[str]:
         lines += [
             f"### Sampler, skewed lengths of up to {sizes.longest} tokens",
             "",
-            "Lengths are log-normal with a mean of a quarter of the longest, and are forced. Ours"
-            " draws them in that many slots; the peer in batches of that many, each until its"
-            " longest one has ended. Only tokens up to each sequence's end are counted.",
+            "Lengths are forced: log-normal, with a mean of a quarter of the longest. Ours draws in"
+            " that many slots; the peer in batches of that many, each until its longest has ended."
+            " Only tokens up to each sequence's end count.",
             "",
             *skewed_table(skewed, sizes.longest),
             "",
@@ -230,11 +230,10 @@ def page(before: str, lines: list[str]) -> list[str]:
     introduction = [
         TITLE,
         "",
-        "Each section is written by `python scripts/bench_peer.py --peer ... --shape ...`. Ours is"
-        " exact (tiles, calibrated for the batch). Each library works in its own process, calls"
-        " take turns (A B B A), one process idle while the other works, after two calls of each"
-        " for warming up; ratios are medians of the ratios of neighbours. Both hold float32 master"
-        " weights and compute in the dtype named. Tokens per second are as of this machine.",
+        "`python scripts/bench_peer.py --peer ... --shape ...` writes each section. Ours is exact"
+        " (tiles, calibrated for the batch). Both libraries hold float32 master weights and compute"
+        " in the dtype named. Each has its own process. After two calls of each for warming up,"
+        " calls take turns (A B B A); a ratio is the median of the ratios of neighbours.",
     ]
     own = "\n".join(lines).rstrip() + "\n"
     sections = [one.rstrip() + "\n" for one in before.split(SECTION)[1:]]

@@ -20,7 +20,7 @@ from bench_exactness_cost import make_prompts, model_config, seconds
 
 from tim_jax import objectives, optimizers
 from tim_jax.instruments.auditing.cases import random_params
-from tim_jax.model import calibration
+from tim_jax.model import fitting
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
@@ -91,7 +91,7 @@ def measure(sizes: common.Sizes, where: Placement, dtype: str, *, batch: int, re
     params = random_params(config, _SEED)
     prompts = make_prompts(config, sizes, batch // common.GROUP)
     fixed = Numerics(compute_dtype=dtype, column_tiles=where.tensor)
-    numerics = calibration.calibrate(
+    numerics = fitting.calibrate(
         config, fixed, batch=batch // where.shards, longest=sizes.prompt + sizes.response
     )
     sides, compared = {}, 0

@@ -32,7 +32,7 @@ from tim_jax.numerics import EXACT_F32
 from tim_jax.rl import episodes
 from tim_jax.rl.programs import sampling_program
 from tim_jax.rl.rules import Turns
-from tim_jax.tasks.episodes import Outcome
+from tim_jax.tasks.base import Outcome
 
 CONFIG = ModelConfig(
     model_type="qwen3",

@@ -18,9 +18,10 @@ import bench_common as common
 import numpy as np
 from scipy.optimize import least_squares
 
-from tim_jax.instruments.plan import calibration, roofline
-from tim_jax.instruments.plan.calibration import FORMULAS, PRODUCTS, RATES, SHOWN, Rates
+from tim_jax.instruments.plan import roofline
 from tim_jax.instruments.plan.costs import Call, Tile
+from tim_jax.instruments.plan.roofline import FORMULAS, PRODUCTS, SHOWN
+from tim_jax.instruments.plan.topology import GENERATIONS, Rates
 
 ROWS = common.RESULTS / "calibration.json"
 PREDICTED = common.RESULTS / "predicted.json"
@@ -44,7 +45,7 @@ def main() -> None:
     """Fits every device's classes, and writes the parameters and the page."""
     devices = json.loads(ROWS.read_text())
     fitted = {name: of_device(name, device) for name, device in devices.items()}
-    calibration.FILE.write_text(_by_line(fitted))
+    roofline.FILE.write_text(_by_line(fitted))
     predicted = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
     lines = [
         line
@@ -66,7 +67,7 @@ def _by_line(fitted: dict[str, Any]) -> str:
 def of_device(name: str, device: dict[str, Any]) -> dict[str, Any]:
     """The parameters of each class, and the largest error of leaving a row out."""
     ceilings = device["ceilings"]
-    rates = replace(RATES[name], **ceilings)
+    rates = replace(GENERATIONS[name].rates, **ceilings)
     return {
         "device": device["device"],
         "ceilings": ceilings,
@@ -93,7 +94,7 @@ def of_class(kind: str, rows: Sequence[Row], rates: Rates) -> dict[str, Any]:
         "parameters": [float(f"{one:.4g}") for one in fit(kind, rows, rates)],
         "rows": len(rows),
         "error": None if errors is None else round(max(map(abs, errors)), 4),
-        "shapes": sorted({shape for row in rows if (shape := calibration.shape_of(row.call))}),
+        "shapes": sorted({shape for row in rows if (shape := roofline.shape_of(row.call))}),
     }
 
 
@@ -121,7 +122,7 @@ def left_out(kind: str, rows: Sequence[Row], rates: Rates) -> list[float] | None
 
 def tables(name: str, device: dict[str, Any], classes: dict[str, Any]) -> Iterator[str]:
     """Classes, what they take of an update and of a sampler, then every row."""
-    rates = replace(RATES[name], **device["ceilings"])
+    rates = replace(GENERATIONS[name].rates, **device["ceilings"])
     rows = by_class(device)
     yield from (f"## {device['device']}", "", device["source"], "")
     yield "| class | calls measured | parameters | largest error, left out | within 15% |"
@@ -248,7 +249,7 @@ def _figure(key: str, value: float) -> str:
 
 def _before(row: Row, name: str) -> float:
     """Seconds by the data sheet alone, as all estimates were made at first."""
-    call, rates = row.call, RATES[name]
+    call, rates = row.call, GENERATIONS[name].rates
     if row.kind.startswith("XLA"):  # which loads as it likes, and of which elements are no products
         rates = replace(rates, cores=1, cache=0.0)
         call = replace(call, flops=call.flops if row.kind == PRODUCTS else 0)

@@ -201,8 +201,8 @@ def changed(
     responses = collect(readers.read(rows), limits=Limits.of(model.execution.config)).responses
     tokens = Tokens(responses, gather(model, responses), STOPS, model.vocabulary, 0)
     moved = np.minimum(change(tokens), 0.0)
-    parts = np.split(moved, tokens.lasts[:-1] + 1)
-    return [row | {"logprobs": x.tolist()} for row, x in zip(rows, parts, strict=True)]
+    pairs = zip(rows, tokens.by_response(moved), strict=True)
+    return [row | {"logprobs": x.tolist()} for row, x in pairs]
 
 
 def raw(tokens: Tokens) -> np.ndarray:
@@ -574,6 +574,7 @@ def faults_of_tokens() -> Iterator[Fault]:
         ("one token more", "prompt_longer", lambda ids: [*ids, 4]),
         ("BOS lost", "bos_missing", lambda ids: ids[1:]),
         ("BOS added", "bos_added", lambda ids: [BOS, *ids]),
+        ("pads before it", "prompt_padded", lambda ids: [0, 0, 0, *ids]),
     ):
         yield Fault(f"prompt: {what}", (name,), each(partial(with_prompt, change=change)))
     yield Fault("prompt: through a chat template", ("prompt_templated",), None, templated)
@@ -608,7 +609,7 @@ def faults_of_forwards() -> Iterator[Fault]:
     yield Fault("weights rounded to bfloat16", (grid,), recorded_by(on_coarse_grid), others=tenth)
     yield Fault("replaced in flight", ("weights of checkpoint",), in_flight, others=tenth)
     yield Fault("an older version", ("other_version",), by_version, shares=SHARES[1:3])
-    for name in ("lora_not_applied", "lora_half_scale", "lora_merged(bfloat16)"):
+    for name in ("lora_not_applied", "lora_half_scale", "lora_twice", "lora_merged(bfloat16)"):
         yield Fault(name, (name,), recorded_by(partial(of_adapter, name)), others=adapter)
     name = "quantised_weights(int4) in some layers"
     yield Fault("one layer in int4", (name,), recorded_by(partly_quantised), shares=WHOLE)

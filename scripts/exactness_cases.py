@@ -36,8 +36,8 @@ from hypothesis import strategies as st
 
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.instruments.auditing import PRESETS, Unequal, compare, random_params
-from tim_jax.model.calibration import calibrate_once
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
+from tim_jax.model.fitting import calibrate_once
 from tim_jax.numerics import COMPUTE_DTYPES, Numerics, describe
 from tim_jax.policy import sampler, scoring
 

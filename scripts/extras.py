@@ -23,8 +23,8 @@ from tim_jax.app.run.loggers import JsonLines, extra_sinks
 from tim_jax.instruments import auditing
 from tim_jax.model.config_file import to_hf
 from tim_jax.tasks.base import Example
+from tim_jax.tasks.dataset import MathGrader, gym_task
 from tim_jax.tasks.guard import Limits
-from tim_jax.tasks.libraries import MathGrader, gym_task
 
 CONFIG = "configs/quickstart.toml"
 

@@ -29,7 +29,7 @@ import speed
 from setting import Setting, parameters
 from whole import Whole
 
-from tim_jax.instruments.plan import calibration, planning, roofline, topology
+from tim_jax.instruments.plan import planning, roofline, topology
 from tim_jax.instruments.plan.costs import Figures
 from tim_jax.instruments.plan.topology import Target
 
@@ -77,7 +77,7 @@ def write(cases: dict[str, Any]) -> None:
 
 def predicted(timed: speed.Timed, target: Target, folder: Path | None) -> dict[str, Any]:
     """Seconds of the case's programs, and what the check would say of them."""
-    measured, rates = calibration.calibration(target), calibration.RATES[DEVICE]
+    measured, rates = roofline.calibration(target), topology.GENERATIONS[DEVICE].rates
     assert measured is not None
     seconds, by_sheet, unshown = {}, 0.0, 0.0
     classes = Counter[str]()
@@ -134,8 +134,7 @@ def compiled(
         return pickle.loads(file.read_bytes())
     with target.tracing():
         work = whole.workload
-    layers = LAYERS if program == "sampling" else None
-    stage = planning.compile_stage(work, target, STAGES[program], layers, print)
+    stage = planning.compile_stage(work, target, STAGES[program], LAYERS, print)
     made = Compiled(stage.figures, roofline.shares(work, stage.name))
     if file:
         file.parent.mkdir(exist_ok=True)

@@ -21,17 +21,15 @@ from bench_common import cpu_model
 
 from tim_jax import mismatch
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import measuring, train
+from tim_jax.app.jobs import audit, train
 from tim_jax.app.run import charts
 from tim_jax.instruments.auditing import ablation
 from tim_jax.instruments.auditing.ablation import BASELINE, TOGETHER, Arm
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 # The quickstart up to step 75; its checkpoint of step 50 has the stale weights.
 CHANGES = ("steps=75", "eval.every=0", "run.folder=runs/mismatch")
-DTYPES_BEGIN, DTYPES_END = "<!-- dtypes: begin -->", "<!-- dtypes: end -->"
 # For --dtypes: `configs/small.toml` after its warm start and 5 steps, on sums of 4 to 8 digits.
 SMALL_CHANGES = (
     "steps=5",
@@ -116,17 +114,17 @@ def cases(tables: Sequence[dict[str, Any]]) -> list[Arm]:
 
 def measure(folder: str, prompts: int, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The records at temperature 1, and at temperature 0.6 with top_p 0.8."""
-    bench = measuring.make_bench(folder, prompts=prompts, samples=samples)
+    bench = audit.make_bench(folder, prompts=prompts, samples=samples)
     # Of up to 24 tokens, so that a sequence has one block of keys: half the compiling.
     sampling = replace(bench.execution.sampling, max_tokens=24)
     bench = replace(bench, name=MODEL, execution=replace(bench.execution, sampling=sampling))
     together = Arm(f"{TOGETHER}, as an engine", mismatch.build(ENGINE))
-    plain = measuring.report(bench, [*cases(PLAIN), together]).record
+    plain = audit.report(bench, [*cases(PLAIN), together]).record
     sampling = replace(sampling, temperature=0.6, top_p=0.8)
     stop = sampling.stop_tokens[0]
     tables = [*SEMANTIC[:-1], {"name": "pad_mask", "pad": stop}]
     execution = replace(bench.execution, sampling=sampling)
-    return plain, measuring.report(replace(bench, execution=execution), cases(tables)).record
+    return plain, audit.report(replace(bench, execution=execution), cases(tables)).record
 
 
 def folded(table: str) -> str:
@@ -178,11 +176,7 @@ def write(plain: dict[str, Any], semantic: dict[str, Any]) -> None:
         folded(ablation.to_markdown(semantic)),
     ]
     (results / "mismatch.md").write_text("\n".join(full))
-    page = DOCS / "mismatch.md"
-    before, rest = page.read_text().split(BEGIN)
-    _, after = rest.split(END)
     middle = [
-        BEGIN,
         f"Made by `python scripts/mismatch_table.py` with {where}. All metrics and profiles:"
         " [results](results/mismatch.md).",
         "",
@@ -193,18 +187,26 @@ def write(plain: dict[str, Any], semantic: dict[str, Any]) -> None:
         *table("Mistakes that show at temperature 0.6 and top_p 0.8", semantic),
         "",
         f"Learner: {plain['learner']}.",
-        END,
     ]
-    page.write_text(before + "\n".join(middle) + after)
+    write_between("measured", middle)
+
+
+def write_between(mark: str, lines: Sequence[str]) -> None:
+    """Puts the lines between a mark's two ends in docs/mismatch.md."""
+    page = DOCS / "mismatch.md"
+    begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->"
+    before, rest = page.read_text().split(begin)
+    _, after = rest.split(end)
+    page.write_text("\n".join([before + begin + lines[0], *lines[1:], end]) + after)
 
 
 def measure_dtypes(folder: str, prompts: int, samples: int) -> dict[str, dict[str, Any]]:
     """Learner's dtype -> its record: with other kernels, and of float32 with another dtype."""
     records = {}
     for dtype in ("float32", "bfloat16", "float16"):
-        bench = measuring.make_bench(folder, prompts=prompts, samples=samples, dtype=dtype)
+        bench = audit.make_bench(folder, prompts=prompts, samples=samples, dtype=dtype)
         tables = (*ONE_SIDE, *KERNELS) if dtype == "float32" else KERNELS
-        records[dtype] = measuring.report(bench, cases(tables)).record
+        records[dtype] = audit.report(bench, cases(tables)).record
     return records
 
 
@@ -214,7 +216,6 @@ def write_dtypes(records: dict[str, dict[str, Any]]) -> None:
     first = records["float32"]
     where = f"jax {first['jax']}, Python {first['python']}, {first['device']}: {cpu_model()}"
     lines = [
-        DTYPES_BEGIN,
         f"Made by `python scripts/mismatch_table.py --dtypes` with {where}.",
         "",
         "| learner | sampler | tokens | unequal | mean \\|d\\| | max \\|d\\| | k3 |",
@@ -228,10 +229,7 @@ def write_dtypes(records: dict[str, dict[str, Any]]) -> None:
             name = case["case"] if case["case"] == BASELINE else f"`{case['case']}`"
             cells = [dtype, name, *counts, *(f"{x:.2e}" if x else "0" for x in sizes)]
             lines.append(f"| {' | '.join(cells)} |")
-    page = DOCS / "mismatch.md"
-    before, rest = page.read_text().split(DTYPES_BEGIN)
-    _, after = rest.split(DTYPES_END)
-    page.write_text(before + "\n".join([*lines, DTYPES_END]) + after)
+    write_between("dtypes", lines)
 
 
 def main() -> None:

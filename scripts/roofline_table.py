@@ -3,22 +3,16 @@
     JAX_PLATFORMS=cpu python scripts/roofline_table.py      # needs pip install -e ".[plan,cuda]"
 
 Writes docs/results/roofline.md. Every figure follows from programs compiled for the device and from
-its rates (`tim_jax.instruments.plan.calibration`); `--keep FOLDER` keeps (and takes again) the
+its rates (`tim_jax.instruments.plan.roofline`); `--keep FOLDER` keeps (and takes again) the
 plans' JSON.
 """
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import bench_common as common
 
 PAGE = common.RESULTS / "roofline.md"
-ROOT = pathlib.Path(__file__).parent.parent
 CONFIG = "configs/gsm8k_qwen3_0.6b.toml"
 SAMPLES = 8
 LEARNT = 16_384  # tokens of a micro-batch
@@ -65,6 +59,11 @@ class Case(NamedTuple):
         size = f"{self.batch}-{self.context}"
         return f"{self.device.replace(':', '_')}-{name}-{size}{tiles}{family}.json"
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Of the command."""
+        return (CONFIG, "--quick", "--topology", self.device, *self.changes)
+
 
 SMALL, LARGE = "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B"
 CASES = (
@@ -89,19 +88,6 @@ CASES = (
 )
 
 
-def planned(case: Case, folder: pathlib.Path) -> dict[str, Any]:
-    """The plan's JSON; compiled, unless the folder has it."""
-    file = folder / case.file
-    if not file.exists():
-        command = [sys.executable, "-m", "tim_jax", "plan", CONFIG, "--quick"]
-        command += ["--topology", case.device, "--json", str(file), *case.changes]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        found = subprocess.run(command, check=False, cwd=ROOT, env=environment)
-        if not file.exists():
-            raise SystemExit(f"tim-jax plan ended with status {found.returncode}")
-    return json.loads(file.read_text())
-
-
 def page(plans: list[tuple[Case, dict[str, Any]]], load: float) -> list[str]:
     return [*_intro(load), *_totals(plans), *_kernels(plans)]
 
@@ -113,8 +99,8 @@ def _intro(load: float) -> list[str]:
         "Written by `python scripts/roofline_table.py`. **Estimates: nothing of this"
         " table ran on a device.** Those for an H200 are [calibrated](calibration.md)."
         " Programs were compiled for the device on the CPU machine below, and their products,"
-        " memory traffic and launches were divided by the device's rates, as"
-        " `tim_jax/instruments/plan/roofline.py` says in full. The least work is what no"
+        " memory traffic and launches were divided by the device's rates, as [the"
+        " guide](../plan.md#how-long-a-program-should-take) says in full. The least work is what no"
         " implementation can avoid. One device, bfloat16; half of the context is prompt, every"
         " response is of full"
         f" length; a micro-batch has {LEARNT:,} tokens, and activations are recomputed for"
@@ -124,7 +110,7 @@ def _intro(load: float) -> list[str]:
         "A case by hand:",
         "",
         "```bash",
-        f"tim-jax plan {CONFIG} --topology {CASES[0].device} --quick {' '.join(CASES[0].changes)}",
+        f"tim-jax plan {' '.join(CASES[0].words)}",
         "```",
         "",
     ]
@@ -180,4 +166,4 @@ def _of_case(case: Case, plan: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    common.publish_plans("Tabulates estimates of single devices.", PAGE, CASES, planned, page)
+    common.publish_plans("Tabulates estimates of single devices.", PAGE, CASES, page)

@@ -36,17 +36,16 @@ import tim_jax as tim
 from tim_jax import mismatch
 from tim_jax.api.diagnosing import Diagnosis
 from tim_jax.app.config import toml
-from tim_jax.app.run import folders
-from tim_jax.app.run import numerics as run_numerics
+from tim_jax.app.run import assembly, folders
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts
 from tim_jax.instruments import auditing
 from tim_jax.instruments.auditing import ablation
 from tim_jax.instruments.diagnosis.evidence import Forward, log_probs
 from tim_jax.instruments.diagnosis.rollouts import Limits, collect
-from tim_jax.instruments.diagnosis.rollouts import Row as Line
+from tim_jax.instruments.diagnosis.rows import Row as Line
 from tim_jax.instruments.diagnosis.variants import of_numerics
-from tim_jax.model import calibration, hf, transformer
+from tim_jax.model import fitting, hf, transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.model.files import load_tokenizer
@@ -144,8 +143,8 @@ def measured(
     config: ModelConfig, dtype: str, *, batch: int, longest: int, file: Path | None = None
 ) -> Numerics:
     """The numerics of a training run."""
-    plain = run_numerics.fitted_numerics("auto", dtype, config, length=longest)
-    return calibration.calibrate_once(config, plain, batch=batch, longest=longest, file=file)
+    plain = assembly.fitted_numerics("auto", dtype, config, length=longest)
+    return fitting.calibrate_once(config, plain, batch=batch, longest=longest, file=file)
 
 
 def audited(model: Path, chat: bool) -> str:

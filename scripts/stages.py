@@ -8,7 +8,6 @@ With the stage `none` it is `tim-jax` itself. `kill_test.py` and the tests use t
 
 import itertools
 import os
-import pathlib
 import signal
 import sys
 from collections.abc import Callable
@@ -101,19 +100,6 @@ def _grading(kill: Kill) -> None:
     drawing.graded = graded
 
 
-def _chart(kill: Kill) -> None:
-    """Kills when half of the chart is on the disk."""
-
-    def savefig(figure: Any, image: Any, **options: Any) -> None:
-        true(figure, image, **options)
-        path = pathlib.Path(image)
-        os.truncate(path, path.stat().st_size // 2)
-        kill()
-
-    true = charts.Figure.savefig
-    charts.Figure.savefig = savefig
-
-
 # In the order of a step, and of the end of a run.
 STAGES: dict[str, Callable[[Kill], None]] = {
     "sampling": _program("sample"),
@@ -122,12 +108,12 @@ STAGES: dict[str, Callable[[Kill], None]] = {
     "before the lines of a step": lambda kill: _before(train, "_record", kill),
     "after the lines of a step": lambda kill: _after(train, "_record", kill),
     "a checkpoint's arrays": lambda kill: _after(checkpoints.ocp.AsyncCheckpointer, "save", kill),
-    "a checkpoint's manifest": lambda kill: _before(checkpoints, "_write_synced", kill),
-    "a checkpoint's name": lambda kill: _after(checkpoints, "_write_synced", kill),
-    "an old checkpoint's end": lambda kill: _after(checkpoints, "_sync_folder", kill),
+    "a checkpoint's manifest": lambda kill: _before(checkpoints, "write_text", kill),
+    "a checkpoint's name": lambda kill: _after(checkpoints, "write_text", kill),
+    "an old checkpoint's end": lambda kill: _before(checkpoints.Checkpoints, "_remove_old", kill),
     "export, its weights": lambda kill: _before(hf, "_write_weights", kill),
     "export, its name": lambda kill: _after(hf, "save", kill),
-    "the chart": _chart,
+    "the chart": lambda kill: _before(charts, "write_bytes", kill),
 }
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def figures(folder: Path, path: Path, wanted: Sequence[str]) -> list[str]:
     whole.unlink()  # the report itself has the runtime of its charts in it
     titled = dict(zip(report.section(folder).figures, drawn, strict=True))
     for begins in wanted:
-        if not any(title.lower().startswith(begins.lower()) for title in titled):
+        if not any(_begins(title, [begins]) for title in titled):
             raise SystemExit(f"--figures: no title begins with {begins!r}: {', '.join(titled)}")
     shown = {t: f for t, f in titled.items() if not wanted or _begins(t, wanted)}
     for title in titled.keys() - shown.keys():

@@ -28,9 +28,9 @@ from exactness_cases import processor
 
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.instruments.auditing import PRESETS, Replies, compare, random_params
-from tim_jax.model.calibration import calibrate
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Batching, Execution, Sampling
+from tim_jax.model.fitting import calibrate
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, GpuTiles, MatmulTile, Numerics, TpuTiles
 from tim_jax.policy import scoring
 from tim_jax.rl import episodes

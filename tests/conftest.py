@@ -17,6 +17,7 @@ from hypothesis import settings
 from tim_jax.app import cli
 from tim_jax.common import waiting
 from tim_jax.instruments import auditing
+from tim_jax.model import fitting
 from tim_jax.model.execution import forget_programs
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -68,17 +69,14 @@ def _compiled_once(tmp_path_factory):
         yield
 
 
-# Exactness itself, the kernels, draws, sampler, scoring and audits are tested as users compile, and
-# so is whatever runs with --optimised: in CI, a mesh and the corrections. These modules compare
+# Exactness itself, a CPU's kernels, draws, sampler, scoring and audits are tested as users compile,
+# and so is whatever runs with --optimised: in CI, a mesh and the corrections. These modules compare
 # programs with others compiled alike, and compile without most of LLVM's optimisations, in three
 # quarters of the time.
 _UNOPTIMISED = frozenset(
     {
-        "api/test_api",
-        "api/test_learning",
         "app/run/test_folders",
         "app/test_bad_models",
-        "app/test_cli",
         "app/test_controls",
         "app/test_crossed_runs",
         "app/test_end_to_end",
@@ -89,22 +87,14 @@ _UNOPTIMISED = frozenset(
         "app/test_processes",
         "app/test_untrusted",
         "instruments/auditing/test_ablation",
-        "instruments/diagnosis/test_parts",
-        "instruments/diagnosis/test_shaping",
-        "instruments/diagnosis/test_verdict",
+        "instruments/plan/test_budget",
         "instruments/study/test_report",
         "instruments/study/test_running",
-        "mismatch/test_arithmetic",
-        "mismatch/test_dial",
-        "mismatch/test_mixtures",
-        "mismatch/test_training",
-        "model/test_adapters",
         "policy/test_entropy",
         "policy/test_slots",
         "rl/test_ahead",
         "rl/test_expert_axis",
         "rl/test_learner",
-        "rl/test_loop",
         "rl/test_programs",
         "rl/test_routing",
         "rl/test_sharded",
@@ -115,17 +105,33 @@ _UNOPTIMISED = frozenset(
     }
 )
 
-# Formulas and references within rounding: with --part=plain also without XLA's emitters of fusions,
-# in half the time. Not for the forward, whose bits then do depend on the program
-# (rl/test_ahead.py, -m slow). A process reads XLA's flags once: scripts/test.sh runs them apart.
+# Formulas and references within rounding, kernels of other devices, whose operations a CPU computes
+# one by one, and what goes around a forward: with --part=plain also without XLA's emitters of
+# fusions, in half the time. A forward's bits can then depend on the program (-m slow of
+# rl/test_ahead.py and rl/test_learner.py), so no module is listed that proves exactness. A process
+# reads XLA's flags once: scripts/test.sh runs them apart.
 _PLAIN = frozenset(
     {
+        "api/test_api",
+        "api/test_learning",
         "app/config/test_verl",
+        "app/test_cli",
         "corrections/test_corrections",
         "corrections/test_gradient",
         "corrections/test_modes",
         "corrections/test_recipes",
         "corrections/test_rejecting",
+        "instruments/diagnosis/test_parts",
+        "instruments/diagnosis/test_recorded_more",
+        "instruments/diagnosis/test_shaping",
+        "instruments/diagnosis/test_verdict",
+        "instruments/study/test_gradient",
+        "kernels/test_pallas",
+        "mismatch/test_arithmetic",
+        "mismatch/test_dial",
+        "mismatch/test_mixtures",
+        "mismatch/test_training",
+        "model/test_adapters",
         "model/test_hf",
         "model/test_transformer",
         "objectives/test_advantages",
@@ -133,7 +139,9 @@ _PLAIN = frozenset(
         "objectives/test_losses",
         "objectives/test_objective",
         "objectives/test_shaping",
+        "rl/test_loop",
         "schedules/test_schedules",
+        "scripts/test_parity_table",
         "test_metrics",
         "test_optimizers",
     }
@@ -168,11 +176,16 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _order_of_modules(config, items) -> dict[Path, int]:
-    """With --until: each module's place, drawn by that number, which all workers are given."""
+    """With --until: each module's place, drawn by that number, which all workers are given.
+
+    Modules with a test that takes long are first: at the end, other workers would wait for it.
+    """
     if config.getoption("--until") is None:
         return {}
     paths = sorted({item.path for item in items})
     random.Random(config.getoption("--until")).shuffle(paths)
+    long = {item.path for item in items if _minutes(item) > _MINUTES}
+    paths.sort(key=lambda path: path not in long)
     return {path: place for place, path in enumerate(paths)}
 
 
@@ -180,11 +193,14 @@ def _order_of_modules(config, items) -> dict[Path, int]:
 _MINUTES = 4
 
 
+def _minutes(item) -> float:
+    mark = item.get_closest_marker("slow")
+    return _MINUTES if mark is None else mark.kwargs.get("minutes", _MINUTES)
+
+
 def pytest_runtest_setup(item):
     until = item.config.getoption("--until")
-    mark = item.get_closest_marker("slow")
-    minutes = _MINUTES if mark is None else mark.kwargs.get("minutes", _MINUTES)
-    if until is not None and time.time() + 60 * minutes > until:
+    if until is not None and time.time() + 60 * _minutes(item) > until:
         pytest.skip("NOT RUN: the time was up (--until)")
 
 
@@ -226,6 +242,22 @@ def _no_waits_are_said():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(waiting, "SECONDS", 1e4)
         yield
+
+
+@pytest.fixture(scope="module")
+def traced_once():
+    """Runs of a module that compute the same are traced once, see `traced`."""
+    import traced  # which needs more than most tests do
+
+    with pytest.MonkeyPatch.context() as patch:
+        traced.once(patch)
+        yield
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Tiles are as they are fixed: nothing is measured of this machine."""
+    monkeypatch.setattr(fitting, "calibrate", lambda config, numerics, **_: numerics)
 
 
 @pytest.fixture

@@ -26,23 +26,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 
+from tim_jax import placement
 from tim_jax.api import diagnosing, rollouts
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.jobs import assembling, audit, measuring, models, planning, studies, train
-from tim_jax.app.run import assembly, folders, signals, sources
+from tim_jax.app.jobs import audit, models, planning, studies, train
+from tim_jax.app.run import assembly, folders, sources
+from tim_jax.common import machine
 from tim_jax.common.errors import ENDINGS, InputError
 from tim_jax.instruments.study import report, running
 from tim_jax.instruments.study.definition import Study
 from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE
 from tim_jax.instruments.study.measurement import Compared
-from tim_jax.model import calibration, hf
-from tim_jax.placement import processes
+from tim_jax.model import fitting, hf
 from tim_jax.rl import programs
 
 LONGEST_LINE = 1100  # characters of a message
@@ -242,19 +243,19 @@ def stand(patch) -> None:
     def runtime(name: str) -> Any:
         return SimpleNamespace(javascript_bundle=lambda: "")
 
-    assemble, check_arms = models.assemble, measuring.ablation.check
+    assemble, check_arms = models.assemble, audit.ablation.check
     here = SimpleNamespace(tracing=nullcontext, devices=tuple(jax.devices()))
-    patch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
+    patch.setattr(fitting, "calibrate", lambda config, numerics, **_: numerics)
     patch.setattr(hf, "snapshot_download", offline)
     patch.setattr("tim_jax.tasks.rows._hub", offline)
-    patch.setattr(processes, "join", began)
-    patch.setattr(signals, "print_if_aborted", lambda line: nullcontext())
+    patch.setattr(placement, "join", began)
+    patch.setattr(machine, "print_if_aborted", lambda line: nullcontext())
     patch.setattr(os, "_exit", _left)
     patch.setattr(train, "begun", lambda job, run: _encoded(job))
     patch.setattr(models, "assemble", evaluated)
     patch.setattr(rollouts, "draw", began)
     patch.setattr(audit.auditing, "audit", began)
-    patch.setattr(measuring.ablation, "check", checked)
+    patch.setattr(audit.ablation, "check", checked)
     patch.setattr(planning.topology, "target", lambda name: here)
     patch.setattr(planning.planning, "make", began)
     patch.setattr(running, "run", began)
@@ -272,8 +273,8 @@ class _Chart:
     def properties(self, **properties: Any) -> "_Chart":
         return self
 
-    def save(self, path: str, **options: Any) -> None:
-        Path(path).touch()
+    def save(self, file: BinaryIO, **options: Any) -> None:
+        file.write(b"a figure")
 
 
 class _Left(BaseException):
@@ -288,7 +289,7 @@ def _left(status: int) -> None:
     raise _Left(status)
 
 
-def _encoded(job: assembling.Job) -> Any:
+def _encoded(job: train.Job) -> Any:
     with closing(job.task):
         for part in (job.task.train, job.task.evaluation):
             some = [part[i] for i in range(min(ENCODED, len(part)))]
@@ -308,9 +309,9 @@ def furnish(folder: Path) -> None:
     config = toml.load(folder / "good.toml")
     model = sources.make_model(config)
     hf.save(folder / "model", model.params, model.config, tokenizer=model.tokenizer)
-    state = programs.build(
-        assembly.make_training(config, assembly.make_execution(config, model))
-    ).init(model.params)
+    # For devices that are given, nothing is measured.
+    execution = assembly.make_execution(config, model, devices=tuple(jax.devices()))
+    state = programs.build(assembly.make_training(config, execution)).init(model.params)
     with folders.open_run(folder / "run", toml.dump(config)) as run:
         run.metrics.write(0, {})
         run.save(0, folders.saved(state, None))

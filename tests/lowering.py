@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from tim_jax import kernels, mismatch
 from tim_jax.common.types import Prompts, Rollout
-from tim_jax.instruments.plan.known_models import PUBLISHED
+from tim_jax.instruments.plan.workload import PUBLISHED
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.config_file import from_hf

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import corrections, metrics, schedules
-from tim_jax.numerics import masked
+from tim_jax.numerics import strict
 from tim_jax.objectives import Objective
 
 LARGEST = 4096
@@ -66,11 +66,11 @@ def of_every_size(wrap, *_):
     def of_size(size):
         mask = jnp.arange(LARGEST) < size
         ones = {
-            "share": masked.share(mask, mask),
-            "mean": masked.mean(jnp.ones(mask.shape), mask),
+            "share": strict.share(mask, mask),
+            "mean": strict.mean(jnp.ones(mask.shape), mask),
             **{f"effective sample size of {x}": ess_of(x, mask) for x in (0.0, 0.7, -3.1, 25.0)},
         }
-        return ones, {"share of none": masked.share(mask & ~mask, mask)}
+        return ones, {"share of none": strict.share(mask & ~mask, mask)}
 
     return jax.lax.map(wrap(of_size), jnp.arange(1, LARGEST + 1), batch_size=64)
 

@@ -2,6 +2,8 @@
 
 import json
 
+import tiny
+
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import studies
 from tim_jax.instruments.study import running
@@ -21,6 +23,14 @@ sampler.mismatch = [{CACHE}]
 learner.mode = "recompute"
 learner.corrections = [{{ name = "token_tis" }}]
 """
+
+
+def make_file(folder):
+    """A study's file, beside its run's."""
+    (folder / "run.toml").write_text(tiny.RUN)
+    path = folder / "one.toml"
+    path.write_text(FILE)
+    return path
 
 
 def stated(file, text=None):

@@ -20,8 +20,7 @@ import optax
 
 from tim_jax.common.types import Rollout
 from tim_jax.policy.scoring import Scores
-from tim_jax.rl.experience import score_rows
-from tim_jax.rl.learner import gradient_rows
+from tim_jax.rl.learner import gradient_rows, score_rows
 from tim_jax.rl.types import Learning, Policy
 
 WORDS, LONGEST, ROWS = 3, 3, 16

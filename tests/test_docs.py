@@ -28,7 +28,7 @@ import tim_jax
 from tim_jax.app import cli
 from tim_jax.app.arguments import RefusedError
 from tim_jax.app.config import toml
-from tim_jax.app.jobs.measuring import read_dial
+from tim_jax.app.jobs.audit import read_dial
 from tim_jax.instruments.plan import topology
 
 ROOT = Path(__file__).parent.parent
@@ -217,6 +217,16 @@ def test_the_table_of_rooms_is_complete_and_in_order():
     assert sorted(rooms) == sorted(ROW)
     rows = [ROW[room] for room in rooms]
     assert rows == sorted(rows)
+
+
+def test_the_site_leads_to_every_page():
+    """Read as text: mkdocs.yml names classes that only mkdocs can load."""
+    docs = ROOT / "docs"
+    config = read(docs / "site" / "mkdocs.yml")
+    nav = re.search(r"^nav:\n((?: .*\n)+)", config, re.MULTILINE)
+    assert nav is not None
+    listed = re.findall(r"[\w/]+\.md$", nav[1], re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(docs)) for page in docs.rglob("*.md"))
 
 
 def python_pages():

@@ -34,9 +34,16 @@ from tim_jax.objectives import (
     kl_estimate,
     losses,
     objective,
-    shaping,
 )
-from tim_jax.objectives.advantages import GROUP_BASELINES, advantages, informative_groups, needs
+from tim_jax.objectives.advantages import (
+    GROUP_BASELINES,
+    AdaptiveKL,
+    advantages,
+    informative_groups,
+    kl_penalty,
+    needs,
+    overlong_penalty,
+)
 from tim_jax.policy import distribution
 
 ROOMS = ("corrections", "metrics", "objectives", "schedules", "policy")
@@ -232,7 +239,6 @@ ratio_of = {
         ratios.aggregate(b["log_ratio"], b["mask"], x) for x in ("sum", "mean")
     ],
     "k3": lambda b: ratios.k3(b["advantages"]),
-    "mean_log_ratio": lambda b: ratios.mean_log_ratio(b["log_ratio"], b["mask"]),
     "probabilities": lambda b: ratios.probabilities(b["train"], b["log_ratio"]),
     "ratio": lambda b: [
         ratios.ratio(b["log_ratio"], b["mask"], x) for x in ("token", "sequence", "geometric")
@@ -326,7 +332,7 @@ CASES = {
     "objectives.objective.Objective.token_weights": lambda b: Objective().token_weights(b["mask"]),
     "objectives.objective.Objective.token_losses": token_losses,
     "objectives.objective.Objective.select": choice,
-    "objectives.shaping.kl_estimate": lambda b: [
+    "objectives.advantages.kl_estimate": lambda b: [
         kl_estimate(b["train"], b["rollout"], estimator=x, cap=c)
         for x in KL.__args__
         for c in (None, 0.25)
@@ -339,13 +345,13 @@ CASES = {
     **{f"objectives.losses.{n}": loss(n) for n in losses.SELECTIONS},
     **{f"objectives.losses.select_{n}": selected(f) for n, f in losses.SELECTIONS.items()},
     "objectives.losses.policy_loss": loss("gspo_token"),
-    "objectives.shaping.kl_penalty": lambda b: shaping.kl_penalty(
+    "objectives.advantages.kl_penalty": lambda b: kl_penalty(
         b["train"], b["rollout"], b["mask"], coefficient=0.125
     ),
-    "objectives.shaping.overlong_penalty": lambda b: shaping.overlong_penalty(
+    "objectives.advantages.overlong_penalty": lambda b: overlong_penalty(
         jnp.sum(b["mask"], axis=1, dtype=jnp.int32), longest=6, cache=3
     ),
-    "objectives.shaping.AdaptiveKL.update": lambda b: shaping.AdaptiveKL(0.25, 64).update(
+    "objectives.advantages.AdaptiveKL.update": lambda b: AdaptiveKL(0.25, 64).update(
         b["scalar"], b["scalar"], sequences=4
     ),
     "schedules.effective_sample_size": lambda b: schedules.effective_sample_size(
@@ -371,7 +377,8 @@ WITHOUT = {
     "makes or checks a value": """
         corrections.base.chain corrections.base.check corrections.base.check_shape
         corrections.base.declared corrections.base.is_masked_node corrections.base.join_state
-        corrections.base.known_number corrections.base.matching corrections.base.outside
+        corrections.base.checked_number corrections.base.known_number corrections.base.matching
+        corrections.base.outside
         corrections.base.plain_number
         corrections.base.rejections corrections.base.check_rejecting_first
         corrections.base.split_state
@@ -380,7 +387,7 @@ WITHOUT = {
         objectives.objective.check_aggregation
         objectives.objective.check_tokens objectives.objective.counts_kept
         objectives.losses.check_options objectives.losses.options
-        objectives.losses.uses_ratio objectives.shaping.absolute
+        objectives.losses.uses_ratio objectives.advantages.absolute
         objectives.objective.Objective.check_whole_distribution
         objectives.objective.Objective.with_length
         schedules.decay_report schedules.SurgeDetector.init policy.sampler.trips
@@ -390,15 +397,14 @@ WITHOUT = {
         corrections.applying.layout_of corrections.applying.normaliser_metrics
         corrections.applying.pack corrections.applying.unpack
         policy.sampler.join_parts policy.sampler.prompts_so_far policy.slots.provide_pages
-        policy.slots.release_pages policy.slots.share_prompt_pages policy.slots.slots_that_fit
-        policy.slots.Pool.filled policy.sampler.widths
-        policy.slots.Pool.empty policy.layout.sequences policy.layout.padded policy.layout.packed
-        policy.layout.Padded.by_response policy.layout.Padded.predicting
-        policy.layout.Packed.by_response policy.layout.Packed.predicting
+        policy.slots.slots_that_fit policy.slots.Pool.filled policy.sampler.widths
+        policy.slots.Pool.empty policy.scoring.sequences policy.scoring.padded policy.scoring.packed
+        policy.scoring.Padded.by_response policy.scoring.Padded.predicting
+        policy.scoring.Packed.by_response policy.scoring.Packed.predicting
         policy.sampler.Decoding.uniforms policy.sampler.begin_steps policy.sampler.in_loop
         policy.sampler.tied policy.sampler.by_layer policy.sampler.whole_weights
         policy.scoring.chosen_alike policy.slots.copy_pages policy.slots.with_prompts
-        policy.turns.copy_pages policy.turns.turn_keys policy.turns.Pages.copied
+        policy.turns.turn_keys policy.turns.Pages.copied
         policy.turns.Pages.free policy.turns.Pages.provide policy.slots.advance policy.slots.empty
         policy.slots.narrow policy.slots.readable_cache policy.slots.refill policy.slots.store
     """,

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tim_jax import objectives
-from tim_jax.app.run import numerics as run_numerics
+from tim_jax.app.run import assembly
 from tim_jax.common.types import Prompts
 from tim_jax.instruments.auditing import (
     PRESETS,
@@ -35,7 +35,7 @@ from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.numerics import EXACT_BF16, EXACT_F16, EXACT_F32, Numerics, Rows
 from tim_jax.policy import sampler, scoring
 from tim_jax.rl import learner
-from tim_jax.rl.experience import experience
+from tim_jax.rl.learner import experience
 from tim_jax.rl.types import Carried, Learning, TrainState
 
 EXACT = {"float32": EXACT_F32, "bfloat16": EXACT_BF16, "float16": EXACT_F16}
@@ -113,7 +113,7 @@ def test_long_sequences_with_what_was_measured_of_this_machine(dtype):
         PRESETS["qwen3"], num_layers=1, num_heads=2, num_kv_heads=1, head_dim=128, max_positions=512
     )
     sizes = Sizes(prompts=2, samples=2, prompt_length=16, response_length=400)
-    numerics = run_numerics.make_numerics("tiles", dtype, config, length=416, batch=4)
+    numerics = assembly.make_numerics("tiles", dtype, config, length=416, batch=4)
     sampling = replace(plain_sampling(config, sizes), stop_tokens=())
     options = {"cases": (Case("learner", sampling, Score()),), "sizes": sizes, "control": False}
     (result,) = audit(random_params(config, 0), config, numerics=(numerics,), **options)

@@ -14,7 +14,7 @@ import tiny
 
 from tim_jax import objectives, optimizers
 from tim_jax.app.config import toml
-from tim_jax.app.run.numerics import with_several_tiles
+from tim_jax.app.run.assembly import with_several_tiles
 from tim_jax.common.errors import InputError
 from tim_jax.mismatch import compute
 from tim_jax.mismatch.dial import Mismatch

@@ -19,7 +19,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.objectives import Objective
 from tim_jax.optimizers import Decay, Rate
 from tim_jax.rl import learner
-from tim_jax.rl.experience import experience
+from tim_jax.rl.learner import experience
 from tim_jax.rl.types import Carried, Learning, TrainState
 
 

@@ -85,6 +85,8 @@ def test_what_is_written_is_what_is_read(tmp_path):
         ({"turn_token_ids": [8, 9]}, r"turn_token_ids\[0\] must be a list, got 8"),
         ({"sampling": {"temperature": math.nan}}, "the row cannot be written as JSON: "),
         ({"sampling": object()}, 'sampling must be a mapping, such as {"temperature": 0.7}, got'),
+        ({"sampling": {"temperature": -1}}, "temperature must be 0 or more, got -1"),
+        ({"sampling": {"temperature": "0.7"}}, "temperature must be a number, got '0.7'"),
         ({"supports": [[8]]}, "2 response tokens, but 1 places of supports"),
         ({"kept_log_mass": [-0.1]}, "2 response tokens, but 1 places of kept_log_mass"),
         ({"kept_log_mass": [-0.1, None]}, r"kept_log_mass\[1\] is no finite number"),
@@ -93,6 +95,8 @@ def test_what_is_written_is_what_is_read(tmp_path):
         ({"prompt_token_ids": []}, "prompt_token_ids must be token ids, "),
         ({"response_token_ids": [8, -1]}, "response_token_ids must be token ids, "),
         ({"response_token_ids": [True, False]}, "response_token_ids must be token ids, "),
+        ({"supports": [[8], [9]], "kept_log_mass": [-0.1, -0.1]}, "leave the latter out"),
+        ({"supports": [[], [8]]}, r"response_token_ids\[1\] = 9 was drawn, but is not in supports"),
     ],
 )
 def test_rows_that_could_not_be_read_are_not_written(tmp_path, change, message):
@@ -102,6 +106,17 @@ def test_rows_that_could_not_be_read_are_not_written(tmp_path, change, message):
     assert not file.read_text()
     with pytest.raises(InputError, match="capture: cannot write"):
         tim.capture(tmp_path / "no" / "x.jsonl")
+    with pytest.raises(InputError, match=r"rollouts\.jsonl is closed; write within"):
+        rows.write(**ROW)
+
+
+def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tim.capture("~/rows.jsonl").close()
+    assert (tmp_path / "rows.jsonl").exists()
+    for wrong, message in ((5, "path must be text"), ("gs://bucket/rows.jsonl", "is a URL")):
+        with pytest.raises(InputError, match=message):
+            tim.capture(wrong)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_row_without_room_is_refused_and_leaves_nothing(tmp_path):

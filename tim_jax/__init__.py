@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from tim_jax.placement import Placement
     from tim_jax.recording import capture
     from tim_jax.rl.rules import Turns
+    from tim_jax.tasks.base import Reply
     from tim_jax.tasks.custom import per_item
-    from tim_jax.tasks.episodes import Reply
 
 __all__ = [
     "Lora",
@@ -76,7 +76,7 @@ _HOMES = {
     "Lora": "model.adapters",
     "Turns": "rl.rules",
     "Placement": "placement",
-    "Reply": "tasks.episodes",
+    "Reply": "tasks.base",
     "capture": "recording",
     "per_item": "tasks.custom",
 }

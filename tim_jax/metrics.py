@@ -4,13 +4,13 @@ Throughout, `train` and `rollout` are the two log-probs of each token f32[B, R],
 is True on response tokens and what stands elsewhere is never read; `d = train - rollout` and
 `r = exp(d)`, the exponent clipped to ±20; a probability is at most 1. B is the whole batch: pass
 the log-probs of all its micro-batches together. Means are compensated sums in a fixed order
-(`tim_jax.numerics.sums`): they agree with float64 and do not depend on sharding. A mean over
+(`tim_jax.numerics.strict`): they agree with float64 and do not depend on sharding. A mean over
 nothing is 0. docs/health.md says which values are normal, which are alarming, and what a metric
 cannot see.
 
 Arrays may have any float dtype. The arithmetic is float32, or float64 if one of them is float64;
 then the results are float64 as well. What "exact" means for a metric in docs/health.md, such as a
-share of 1, is exact on every device (`tim_jax.numerics.masked`).
+share of 1, is exact on every device (`tim_jax.numerics.strict`).
 """
 
 import math
@@ -22,9 +22,16 @@ import numpy as np
 
 from tim_jax.common.errors import InputError
 from tim_jax.corrections.ratios import k3
-from tim_jax.numerics import masked
-from tim_jax.numerics.strict import LOG_RATIO_BOUND, unequal_bits, widened
-from tim_jax.numerics.sums import compensated_sum, count, row_count, whole
+from tim_jax.numerics import strict
+from tim_jax.numerics.strict import (
+    LOG_RATIO_BOUND,
+    compensated_sum,
+    count,
+    row_count,
+    unequal_bits,
+    whole,
+    widened,
+)
 from tim_jax.objectives import TokenLosses
 
 __all__ = [
@@ -95,12 +102,15 @@ def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> d
     }
     rows = _row_sums(columns, mask)
     mean = {name: _over_tokens(x, mask) for name, x in rows.items()}
-    least, most = (masked.extreme(r, mask, function) for function in (jnp.min, jnp.max))
+    least, most = (strict.extreme(r, mask, function) for function in (jnp.min, jnp.max))
+    unequal = mask & unequal_bits(train, rollout)
     return {
-        **_exactness(train, rollout, mask),
+        "tokens": jnp.sum(mask, dtype=jnp.int32),
+        "unequal_tokens": jnp.sum(unequal, dtype=jnp.int32),
+        "exact_share": strict.share(mask & ~unequal, mask),
         "log_ratio_mean": mean["d"],
         "log_ratio_abs_mean": mean["abs_d"],
-        "log_ratio_abs_max": masked.extreme(jnp.abs(d), mask, jnp.max),
+        "log_ratio_abs_max": strict.extreme(jnp.abs(d), mask, jnp.max),
         "mult_error": mean["error"],
         **_perplexities(rows, mask),
         "kl_k1": -mean["d"],
@@ -108,15 +118,15 @@ def mismatch_metrics(train: jax.Array, rollout: jax.Array, mask: jax.Array) -> d
         "chi2_token": mean["r2_less_1"],
         "ratio_mean": mean["r"],
         # Not by 1 + mean(r^2 - 1), which cancels where all ratios are small.
-        "ess_token": masked.effective_share(mean["r"], mean["r2"], least=least, most=most),
+        "ess_token": strict.effective_share(mean["r"], mean["r2"], least=least, most=most),
         "ratio_min": least,
         "ratio_max": most,
-        **masked.quantiles(r, mask, "ratio"),
+        **strict.quantiles(r, mask, "ratio"),
         **_sequence_ratios(rows["d"], mask),
         **_bands(d, mask),
         "entropy_estimate": -mean["train"],
         "prob_diff_mean": mean["abs_p"],
-        "prob_diff_max": masked.extreme(jnp.abs(p - q), mask, jnp.max),
+        "prob_diff_max": strict.extreme(jnp.abs(p - q), mask, jnp.max),
         **_second_moments(jnp.expm1(clipped), p, q, mean, mask),
     }
 
@@ -126,13 +136,13 @@ def loss_metrics(losses: TokenLosses, mask: jax.Array) -> dict[str, jax.Array]:
     ratio, kl = widened(losses.ratio, losses.kl)
     mask = mask.astype(bool)
     return {
-        "clipped_low_share": masked.share(losses.clipped_low, mask),
-        "clipped_high_share": masked.share(losses.clipped_high, mask),
-        "clipped_dual_share": masked.share(losses.clipped_dual, mask),
-        "ppo_ratio_mean": masked.mean(ratio, mask),
-        "ppo_ratio_max": masked.extreme(ratio, mask, jnp.max),
-        "ppo_ratio_min": masked.extreme(ratio, mask, jnp.min),
-        "reference_kl": masked.mean(kl, mask),
+        "clipped_low_share": strict.share(losses.clipped_low, mask),
+        "clipped_high_share": strict.share(losses.clipped_high, mask),
+        "clipped_dual_share": strict.share(losses.clipped_dual, mask),
+        "ppo_ratio_mean": strict.mean(ratio, mask),
+        "ppo_ratio_max": strict.extreme(ratio, mask, jnp.max),
+        "ppo_ratio_min": strict.extreme(ratio, mask, jnp.min),
+        "reference_kl": strict.mean(kl, mask),
     }
 
 
@@ -182,10 +192,10 @@ def routing_metrics(
     even = jnp.where(even == 0.0, 1.0, even)
     balanced = (busiest == jnp.min(loads)) & (busiest > 0)
     return {
-        "agreement": masked.mean(agreement, mask),
-        "entropy": masked.mean(entropy, mask),
+        "agreement": strict.mean(agreement, mask),
+        "entropy": strict.mean(entropy, mask),
         "load_max": jnp.where(balanced, 1.0, busiest.astype(jnp.float32) / even),
-        "idle_share": masked.share(loads == 0, jnp.ones(loads.shape, bool)),
+        "idle_share": strict.share(loads == 0, jnp.ones(loads.shape, bool)),
     }
 
 
@@ -210,9 +220,9 @@ def update_skew(
     signed = jnp.broadcast_to(per_token, mask.shape)
     contribution = jnp.where(mask, (1.0 - ppo_ratio) * signed, 0.0)
     return {
-        "update_skew": masked.mean(contribution, mask),
-        "update_skew_positive": masked.mean(contribution, mask & (signed > 0.0)),
-        "update_skew_negative": masked.mean(contribution, mask & (signed < 0.0)),
+        "update_skew": strict.mean(contribution, mask),
+        "update_skew_positive": strict.mean(contribution, mask & (signed > 0.0)),
+        "update_skew_negative": strict.mean(contribution, mask & (signed < 0.0)),
     }
 
 
@@ -295,19 +305,12 @@ def _prepared(train, rollout, mask) -> tuple[jax.Array, jax.Array, jax.Array]:
     for name, x in (("train", train), ("rollout", rollout)):
         if x.shape != mask.shape:
             raise InputError(f"{name} has shape {x.shape}; it must be the mask's, {mask.shape}")
+    if mask.ndim != 2:
+        raise InputError(f"the mask has shape {mask.shape}; it must be [batch, tokens]")
     train, rollout, mask = (whole(x) for x in (train, rollout, mask))
     mask = mask.astype(bool)
     train, rollout = (jnp.where(mask, x, 0.0) for x in widened(train, rollout))
     return train, rollout, mask
-
-
-def _exactness(train, rollout, mask) -> dict[str, jax.Array]:
-    unequal = mask & unequal_bits(train, rollout)
-    return {
-        "tokens": jnp.sum(mask, dtype=jnp.int32),
-        "unequal_tokens": jnp.sum(unequal, dtype=jnp.int32),
-        "exact_share": masked.share(mask & ~unequal, mask),
-    }
 
 
 def _perplexities(rows, mask) -> dict[str, jax.Array]:
@@ -316,19 +319,19 @@ def _perplexities(rows, mask) -> dict[str, jax.Array]:
     per_token = {name: rows[name] / lengths for name in ("d", "train", "rollout")}
 
     def perplexity(mean: jax.Array) -> jax.Array:
-        return masked.mean(jnp.exp(jnp.minimum(-mean, _LARGEST_LOG_PERPLEXITY)), full)
+        return strict.mean(jnp.exp(jnp.minimum(-mean, _LARGEST_LOG_PERPLEXITY)), full)
 
     return {
-        "log_ppl_train": -masked.mean(per_token["train"], full),
-        "log_ppl_rollout": -masked.mean(per_token["rollout"], full),
-        "log_ppl_diff": -masked.mean(per_token["d"], full),
-        "log_ppl_diff_min": masked.extreme(-per_token["d"], full, jnp.min),
-        "log_ppl_diff_max": masked.extreme(-per_token["d"], full, jnp.max),
+        "log_ppl_train": -strict.mean(per_token["train"], full),
+        "log_ppl_rollout": -strict.mean(per_token["rollout"], full),
+        "log_ppl_diff": -strict.mean(per_token["d"], full),
+        "log_ppl_diff_min": strict.extreme(-per_token["d"], full, jnp.min),
+        "log_ppl_diff_max": strict.extreme(-per_token["d"], full, jnp.max),
         "ppl_train": perplexity(per_token["train"]),
         "ppl_rollout": perplexity(per_token["rollout"]),
         "ppl_ratio": perplexity(per_token["d"]),
-        "log_ppl_abs_diff_sum": masked.mean(jnp.abs(rows["d"]), full),
-        "log_ppl_abs_diff_mean": masked.mean(jnp.abs(per_token["d"]), full),
+        "log_ppl_abs_diff_sum": strict.mean(jnp.abs(rows["d"]), full),
+        "log_ppl_abs_diff_mean": strict.mean(jnp.abs(per_token["d"]), full),
     }
 
 
@@ -336,14 +339,14 @@ def _sequence_ratios(sums, mask) -> dict[str, jax.Array]:
     full = jnp.any(mask, axis=1)
     clipped = jnp.clip(sums, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     products, squares = jnp.exp(clipped), jnp.exp(2.0 * clipped)
-    least, most = (masked.extreme(products, full, function) for function in (jnp.min, jnp.max))
+    least, most = (strict.extreme(products, full, function) for function in (jnp.min, jnp.max))
     return {
-        "chi2_sequence": masked.mean(jnp.expm1(2.0 * clipped), full),
-        "ess_sequence": masked.effective_share(
-            masked.mean(products, full), masked.mean(squares, full), least=least, most=most
+        "chi2_sequence": strict.mean(jnp.expm1(2.0 * clipped), full),
+        "ess_sequence": strict.effective_share(
+            strict.mean(products, full), strict.mean(squares, full), least=least, most=most
         ),
-        "sequence_log_ratio_min": masked.extreme(sums, full, jnp.min),
-        "sequence_log_ratio_max": masked.extreme(sums, full, jnp.max),
+        "sequence_log_ratio_min": strict.extreme(sums, full, jnp.min),
+        "sequence_log_ratio_max": strict.extreme(sums, full, jnp.max),
     }
 
 
@@ -352,7 +355,7 @@ def _bands(d, mask) -> dict[str, jax.Array]:
 
     def outside(low, high):
         inside = (d >= math.log(low)) & (d <= math.log(high))
-        return masked.share(mask & ~inside, mask)
+        return strict.share(mask & ~inside, mask)
 
     shares = {f"outside_{name}": outside(*band) for name, band in BANDS.items()}
     return {**shares, "extreme_share": outside(0.5, 2.0)}
@@ -394,4 +397,4 @@ def _row_sums(columns: dict[str, jax.Array], mask: jax.Array) -> dict[str, jax.A
 
 
 def _over_tokens(row_sums: jax.Array, mask: jax.Array) -> jax.Array:
-    return masked.quotient(compensated_sum(row_sums)[0], count(mask, row_sums.dtype))
+    return strict.quotient(compensated_sum(row_sums)[0], count(mask, row_sums.dtype))

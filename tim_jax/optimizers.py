@@ -393,13 +393,9 @@ def first_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
     """
     with jax.numpy_dtype_promotion("standard"):
         opt_state: Any = optimizer.init(params)
-    own = isinstance(optimizer, LossScaled)
-
-    def is_scale(node: Any) -> bool:
-        return isinstance(node, LossScaleState)
-
-    nodes = jax.tree.leaves(opt_state.inner if own else opt_state, is_leaf=is_scale)
-    if any(map(is_scale, nodes)):
+    inside = opt_state.inner if isinstance(optimizer, LossScaled) else opt_state
+    nodes = jax.tree.leaves(inside, is_leaf=lambda node: isinstance(node, LossScaleState))
+    if LossScaleState in map(type, nodes):
         raise InputError(
             "optimizer: dynamic_loss_scale must be the outermost transformation and the only one,"
             " such as dynamic_loss_scale(optax.chain(...)), got it inside of another"

@@ -9,6 +9,7 @@ The lines are those that `tim_jax.diagnose` and `tim_jax.instruments.diagnosis.r
 import fcntl
 import json
 import math
+import numbers
 import operator
 import os
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from tim_jax.common.errors import InputError
-from tim_jax.common.inputs import shown
+from tim_jax.common.inputs import expanded, shown
 
 _ABOVE_ZERO = 1e-4  # what rounding makes of the log-prob of a certain token
 
@@ -31,7 +32,7 @@ class Capture:
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path = expanded(path)
         try:
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
@@ -79,13 +80,20 @@ class Capture:
         Raises:
           InputError: one of them is of another kind, the lists differ in length, or a log-prob is
             not finite where the mask is 1; the row cannot be written, because the disk is full, for
-            one.
+            one, or the file is closed.
         """
+        if self._file < 0:
+            raise InputError(f"capture: {self.path} is closed; write within `with`")
         prompt = _ids("prompt_token_ids", prompt_token_ids)
         tokens = _ids("response_token_ids", response_token_ids)
         kept_ids = _rows("supports", supports)
         mass = None if kept_log_mass is None else _numbers("kept_log_mass", kept_log_mass)
-        _check_places(len(tokens), supports=kept_ids, kept_log_mass=mass)
+        for name, places in (("supports", kept_ids), ("kept_log_mass", mass)):
+            if places is not None and len(places) != len(tokens):
+                raise InputError(
+                    f"capture: {len(tokens)} response tokens, but {len(places)} places of {name};"
+                    " there must be as many"
+                )
         _check_kinds(turn, sampling)
         numbers = _numbers("logprobs", logprobs)
         own = [1] * len(tokens) if mask is None else _whole("mask", mask)
@@ -97,6 +105,7 @@ class Capture:
                 f" {len(own)} places of the mask; there must be as many"
             )
         _check_log_probs("logprobs", numbers, own)
+        _check_kept(kept_ids, mass, tokens, own)
         if mass is not None:
             _check_log_probs("kept_log_mass", mass, own)
         row = {
@@ -105,6 +114,7 @@ class Capture:
             "logprobs": numbers,
             "mask": None if mask is None else own,
             "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
             "weights_version": weights_version,
             "sampling_params": None if sampling is None else dict(sampling),
             "supports": kept_ids,
@@ -114,26 +124,14 @@ class Capture:
             "turn": turn,
             "turn_token_ids": _rows("turn_token_ids", turn_token_ids),
         }
-        row = {name: value for name, value in row.items() if value is not None}
-        if stop_reason is not None:
-            row["stop_reason"] = stop_reason
+        self._append({name: value for name, value in row.items() if value is not None})
+
+    def _append(self, row: dict[str, Any]) -> None:
+        """Appends the row as a line, or nothing."""
         try:
-            text = json.dumps(row, allow_nan=False, default=_as_list)
+            line = f"{json.dumps(row, allow_nan=False, default=_as_list)}\n".encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"capture: the row cannot be written as JSON: {error}") from error
-        line = f"{text}\n".encode()
-        try:
-            whole = self._append(line)
-        except OSError as error:
-            raise InputError(f"capture: cannot write {self.path}: {error.strerror}") from error
-        if not whole:
-            raise InputError(
-                f"capture: cannot write {self.path}: no room for a row of {len(line):,} bytes; the"
-                " rows before it are whole"
-            )
-
-    def _append(self, line: bytes) -> bool:
-        """Appends the line, or nothing; returns whether there was room for it."""
         # Without a lock, another process's row could come between, and what is cut would be its.
         # Some shared file systems have no locks; there that may happen, on a full disk.
         with suppress(OSError):
@@ -142,10 +140,16 @@ class Capture:
             written = os.write(self._file, line)
             if written < len(line):
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-            return written == len(line)
+        except OSError as error:
+            raise InputError(f"capture: cannot write {self.path}: {error.strerror}") from error
         finally:
             with suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
+        if written < len(line):
+            raise InputError(
+                f"capture: cannot write {self.path}: no room for a row of {len(line):,} bytes; the"
+                " rows before it are whole"
+            )
 
     def close(self) -> None:
         """Closes the file; nothing may be written afterwards."""
@@ -174,15 +178,6 @@ def capture(path: str | Path) -> Capture:
     return Capture(path)
 
 
-def _check_places(count: int, **lists: list[Any] | None) -> None:
-    for name, places in lists.items():
-        if places is not None and len(places) != count:
-            raise InputError(
-                f"capture: {count} response tokens, but {len(places)} places of {name};"
-                " there must be as many"
-            )
-
-
 def _check_kinds(turn: Any, sampling: Any) -> None:
     if turn is not None and (isinstance(turn, bool) or turn != _whole_number(turn)):
         raise InputError(f"capture: turn must be a whole number, got {shown(turn)}")
@@ -191,6 +186,13 @@ def _check_kinds(turn: Any, sampling: Any) -> None:
             'capture: sampling must be a mapping, such as {"temperature": 0.7}, got'
             f" {shown(sampling)}"
         )
+    temperature = (sampling or {}).get("temperature")
+    if temperature is None:
+        return
+    if not isinstance(temperature, numbers.Real) or isinstance(temperature, bool):
+        raise InputError(f"capture: temperature must be a number, got {shown(temperature)}")
+    if temperature < 0:
+        raise InputError(f"capture: temperature must be 0 or more, got {temperature}")
 
 
 def _check_log_probs(what: str, numbers: list[float | None], mask: list[int]) -> None:
@@ -201,6 +203,20 @@ def _check_log_probs(what: str, numbers: list[float | None], mask: list[int]) ->
             raise InputError(
                 f"capture: {what}[{place}] = {number:.6g} is positive; a log-probability is"
                 " at most 0"
+            )
+
+
+def _check_kept(
+    supports: list[list[int]] | None, mass: Any, tokens: list[int], mask: list[int]
+) -> None:
+    """Refuses what says twice, or wrongly, what a truncation kept."""
+    if supports is not None and mass is not None:
+        raise InputError("capture: supports and kept_log_mass are given; leave the latter out")
+    for place, (kept, token) in enumerate(zip(supports or (), tokens, strict=False)):
+        if mask[place] and {*kept} - {-1} and token not in kept:
+            raise InputError(
+                f"capture: response_token_ids[{place}] = {token} was drawn, but is not in"
+                f" supports[{place}]; one of the two is shifted"
             )
 
 

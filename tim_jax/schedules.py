@@ -24,8 +24,8 @@ from jax.typing import ArrayLike
 
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import check_kinds
-from tim_jax.numerics import masked, strict
-from tim_jax.numerics.sums import compensated_sum, count, tree_sum
+from tim_jax.numerics import strict
+from tim_jax.numerics.strict import compensated_sum, count, tree_sum
 
 __all__ = [
     "LengthDecayState",
@@ -87,11 +87,10 @@ class SurgeDetector:
     of which a length counts e times less than one 40 steps newer. Of all lines that are straight up
     to some step, rise from there within 1, 3, 8 or 20 steps or until now, and are level afterwards,
     it is that step of the one that fits best. So growth before a surge is not taken for its
-    beginning. Where the lengths, smoothed by medians of five, have
-    stayed above the baseline by a quarter of the needed rise since fewer than `minimum` lengths
-    from the first, the rise is taken for the start of the run and not for a surge; no surge is
-    dated to before that number, so no period is shorter than `multiple * minimum`. Only the first
-    surge counts.
+    beginning. Where the lengths, smoothed by medians of five, have stayed above the baseline by a
+    quarter of the needed rise since fewer than `minimum` lengths from the first, the rise is taken
+    for the start of the run and not for a surge; no surge is dated to before that number, so no
+    period is shorter than `multiple * minimum`. Only the first surge counts.
 
     If lengths are pinned at `max_length` (all but one of the newest `hold` at 95% of it or more),
     their true rise is cut off, so a factor of sqrt(rise) is enough; if they are so from the start,
@@ -109,20 +108,17 @@ class SurgeDetector:
 
     def __post_init__(self) -> None:
         check_kinds(self)
-        if not self.rise > 1.0:
-            raise InputError(f"rise is {self.rise}; it must be above 1")
-        if not self.noise >= 0.0:
-            raise InputError(f"noise is {self.noise}; it must be 0 or more")
-        if not 5 <= self.hold <= self.gap:
-            raise InputError(f"hold is {self.hold}; it must lie in [5, gap], gap is {self.gap}")
-        if not 2 <= self.recent <= self.hold:
-            rule = f"it must lie in [2, hold], hold is {self.hold}"
-            raise InputError(f"recent is {self.recent}; {rule}")
-        if not 1 <= self.minimum <= self.window - self.gap:
-            rule = f"it must lie in [1, window - gap], which is {self.window - self.gap}"
-            raise InputError(f"minimum is {self.minimum}; {rule}")
-        if self.max_length is not None and self.max_length < 1:
-            raise InputError(f"max_length is {self.max_length}; it must be at least 1")
+        room, longest = self.window - self.gap, self.max_length
+        for holds, name, rule in (
+            (self.rise > 1.0, "rise", "be above 1"),
+            (self.noise >= 0.0, "noise", "be 0 or more"),
+            (5 <= self.hold <= self.gap, "hold", f"lie in [5, gap], gap is {self.gap}"),
+            (2 <= self.recent <= self.hold, "recent", f"lie in [2, hold], hold is {self.hold}"),
+            (1 <= self.minimum <= room, "minimum", f"lie in [1, window - gap], which is {room}"),
+            (longest is None or longest >= 1, "max_length", "be at least 1"),
+        ):
+            if not holds:
+                raise InputError(f"{name} is {getattr(self, name)}; it must {rule}")
 
     def init(self) -> SurgeState:
         """Returns the state before any length is known."""
@@ -227,7 +223,7 @@ def _rises(length: int) -> tuple[np.ndarray, np.ndarray]:
     basis is orthonormal, and orthogonal to the constant, which explains the same in all candidates;
     it is returned times the roots, which the lengths are to be multiplied by as well.
     """
-    first = min(BEFORE, length // 4)
+    first = max(2, min(BEFORE, length // 4))  # at 1, a rise at once is the slope and the constant
     candidates = [
         (onset, span)
         for onset in range(first, length - 1)
@@ -368,7 +364,8 @@ def scale_by_root_ess(*, reference: float = 1.0) -> optax.GradientTransformation
     would not reach the step.
 
     Raises:
-        InputError: reference outside (0, 1]; `effective_sample_size` missing from `update`.
+        InputError: reference outside (0, 1]; `effective_sample_size` missing from `update`, or
+            not one number.
     """
     _check_number("reference", reference, lambda x: 0.0 < x <= 1.0, "lie in (0, 1]")
 
@@ -377,7 +374,12 @@ def scale_by_root_ess(*, reference: float = 1.0) -> optax.GradientTransformation
         if effective_sample_size is None:
             raise InputError("scale_by_root_ess needs the extra argument 'effective_sample_size'")
         [share] = strict.widened(effective_sample_size)
-        share = masked.quotient(share, jnp.asarray(reference, share.dtype))
+        if share.shape:
+            raise InputError(
+                f"effective_sample_size has shape {share.shape}; it must be one number, such as"
+                " effective_sample_size(log_weights, valid)"
+            )
+        share = strict.quotient(share, jnp.asarray(reference, share.dtype))
         return _scaled(updates, jnp.sqrt(jnp.minimum(share, 1.0))), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
@@ -389,7 +391,15 @@ def effective_sample_size(log_weights: jax.Array, valid: jax.Array) -> jax.Array
     Takes f32[B] log-ratios of whole sequences, clipped to ±20 as in the metric `ess_sequence`, and
     bool[B]. Exactly 1 when all weights are equal, 1 / B when one is all there is, 1 when none is
     valid. Weights that are not valid are ignored; a NaN among the valid makes it NaN.
+
+    Raises:
+        InputError: arrays that are not both of one number a sequence.
     """
+    if log_weights.ndim != 1 or log_weights.shape != valid.shape:
+        raise InputError(
+            f"log_weights have shape {log_weights.shape} and valid {valid.shape}; they must both be"
+            " [batch]: a sequence's log-ratio is the sum of its tokens'"
+        )
     [wide], bound = strict.widened(log_weights), strict.LOG_RATIO_BOUND
     valid = valid.astype(bool)
     weights = jnp.where(valid, strict.exp(jnp.clip(wide, -bound, bound)), 0.0)
@@ -397,7 +407,7 @@ def effective_sample_size(log_weights: jax.Array, valid: jax.Array) -> jax.Array
     squares, _ = compensated_sum(jnp.square(weights))
     # All weights are at least e^-20, so the squares are 0 only where none is valid.
     squares = count(valid, total.dtype) * jnp.where(squares == 0.0, 1.0, squares)
-    least, most = (masked.extreme(weights, valid, f) for f in (jnp.min, jnp.max))
+    least, most = (strict.extreme(weights, valid, f) for f in (jnp.min, jnp.max))
     return jnp.where(least == most, 1.0, jnp.minimum(jnp.square(total) / squares, 1.0))
 
 
@@ -463,14 +473,10 @@ def _scaled(updates, scale: jax.Array):
     return jax.tree.map(lambda u: jnp.multiply(*strict.widened(u, scale)).astype(u.dtype), updates)
 
 
-def _traced(value: Any) -> bool:  # a number that is known only when the program runs
-    return isinstance(value, Tracer)
-
-
-def _checked_period(period: Any):
-    """Returns the period as an int, or as it is if it is traced."""
+def _checked_period(period: Any) -> Any:
+    """Returns the period as an int, or as it is if it is traced: known when the program runs."""
     error = f"period is {period!r}; it must be a whole number of steps, from 1 to 2^31 - 1"
-    if _traced(period):
+    if isinstance(period, Tracer):
         if not jnp.issubdtype(period.dtype, jnp.integer):
             raise InputError(error)
         return period
@@ -486,7 +492,7 @@ def _checked_period(period: Any):
 def _check_number(name: str, value: Any, holds: Callable[[Any], bool], rule: str) -> None:
     if value is None or isinstance(value, bool | str):
         raise InputError(f"{name} is {value!r}; it must be a number")
-    if not _traced(value) and not holds(value):
+    if not isinstance(value, Tracer) and not holds(value):
         raise InputError(f"{name} is {value}; it must {rule}")
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ import tiny
 from several import finished, started
 
 import tim_jax as tim
+from tim_jax.api import diagnosing, rollouts, training
 from tim_jax.api.training import settle
 from tim_jax.app.run import sources
 from tim_jax.common import waiting
@@ -32,11 +33,15 @@ from tim_jax.instruments import auditing
 from tim_jax.instruments.auditing import compiler, random_params
 from tim_jax.instruments.diagnosis import verdict
 from tim_jax.mismatch import ENTRIES
-from tim_jax.model import calibration, hf
+from tim_jax.model import fitting, hf
 from tim_jax.model.execution import Sampling
 from tim_jax.numerics import Numerics, Rows
 from tim_jax.placement import Placement
+from tim_jax.rl import loop, programs
+from tim_jax.tasks.base import Completion, Turn
 from tim_jax.tasks.text import character_tokenizer
+
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 ROOT = Path(__file__).parents[2]
 ALPHABET = string.ascii_letters + string.digits + " *+?.:=\n"
@@ -136,6 +141,9 @@ def test_a_training_keeps_the_end_token_of_its_model(model):
     assert model.training(sampling=Sampling(4)).execution.sampling.stop_tokens == own
     with pytest.raises(InputError, match="stop_tokens must be a tuple of token ids"):
         model.training(stop_tokens=7)
+    for never in (model.config.vocab_size, -1):
+        with pytest.raises(InputError, match=f"stop token {never} is outside the vocabulary"):
+            model.training(stop_tokens=(7, never))
 
 
 # The names.
@@ -226,7 +234,7 @@ def test_measured_tiles_belong_to_the_model(folder, monkeypatch):
         assert longest == config.max_positions
         return replace(numerics, attention_rows=Rows(batch, 2 * batch))
 
-    monkeypatch.setattr(calibration, "calibrate", measured)
+    monkeypatch.setattr(fitting, "calibrate", measured)
     model = tim.load(folder, decode_batch=4)
     assert model.numerics.attention_rows == Rows(4, 8)
     assert model.execution(Sampling(1)).numerics is model.numerics
@@ -282,7 +290,8 @@ def test_a_rollout_is_plain_arrays_and_text(model):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sampling"), quick.some([("float32", TRUNCATED), ("bfloat16", {})], 0)
+    ("dtype", "sampling"),
+    quick.some([("float32", {}), ("float32", TRUNCATED), ("bfloat16", {})], 0),
 )
 def test_the_learner_scores_the_same_bits(folder, dtype, sampling):
     model = tim.load(folder, dtype=dtype)
@@ -293,7 +302,8 @@ def test_the_learner_scores_the_same_bits(folder, dtype, sampling):
 
 def test_another_model_scores_other_values(model):
     rollout = tim.sample(model, ["What is 7 * 8?", "b"], **DRAWN)
-    other = replace(model, params=tiny.moved(model.params))
+    params = jax.tree.map(lambda x: np.asarray(x) * np.float32(1.1), model.params)
+    other = replace(model, params=params)
     log_probs = tim.score(other, rollout)
     assert log_probs.shape == rollout.log_probs.shape
     assert (log_probs[rollout.mask] != rollout.log_probs[rollout.mask]).mean() > 0.9
@@ -352,7 +362,7 @@ def test_chat_messages_go_through_the_template(tmp_path):
         "plain": ("2 + 2", False),
     }
     found = {
-        name: tim.sample(chatty, [prompt], max_tokens=10, chat_template=how)
+        name: tim.sample(chatty, [prompt], chat_template=how, **DRAWN)
         for name, (prompt, how) in asked.items()
     }
     lengths = {name: int(rollout.arrays.prompt_lengths[0]) for name, rollout in found.items()}
@@ -375,12 +385,28 @@ def test_chat_messages_go_through_the_template(tmp_path):
         (["a"], {"max_tokens": 32}, "max_tokens = 32 leaves no room for a prompt"),
         (["a"], {"samples": 0}, "samples must be at least 1, got 0"),
         (["a"], {"temperature": -1.0}, "temperature must be >= 0"),
+        (["a"], {"temperature": 1e-40}, "temperature must be 0, or at least 1e-30, got 1e-40"),
         (["a"], {"chat_template": True}, "no chat template"),
+        (["a"], {"chat_template": "no"}, "chat_template must be True, False or \"auto\", got 'no'"),
     ],
 )
 def test_what_cannot_be_sampled(model, prompts, changes, message):
     with pytest.raises(InputError, match=re.escape(message)):
         tim.sample(model, prompts, **{"max_tokens": 10, **changes})
+
+
+def test_numpys_whole_numbers_are_whole_numbers(model):
+    """As those of `for seed in np.arange(3)`. What is computed with them is Python's."""
+    one: Any = np.int64(1)
+    how: Any = {"sampling": Sampling(4), "template": "auto"}
+    asked = rollouts.request(model, ["a"], samples=one, seed=one, slots=one, **how)
+    given = {"prompts_per_step": one, "objective": tim.objectives.reinforce()}
+    learning = settle("grpo", model, None, {**given, "samples": one})[1].learning
+    values = (tim.Placement(data=one).data, tim.Lora(one).rank)
+    for number in (asked.samples, asked.seed, asked.slots, learning.samples, *values):
+        assert number == 1
+        assert type(number) is int
+    tim.grpo(model, PAIRS, reward=by_length, steps=one, seed=one)
 
 
 NO_MODEL: Any = "a/model"
@@ -406,14 +432,14 @@ def test_a_path_is_no_model(use):
 
 def computing(model):
     """Everything that computes a model, by name."""
-    rollout = tim.sample(model, ["a"], samples=2, max_tokens=3)
+    rollout = tim.sample(model, ["What is 7 * 8?", "b"], **DRAWN)
     return {
-        "sample": lambda: tim.sample(model, ["a"], samples=2, max_tokens=3),
+        "sample": lambda: tim.sample(model, ["What is 7 * 8?", "b"], **DRAWN),
         "score": lambda: tim.score(model, rollout),
         "audit": lambda: tim.audit(model),
         "diagnose": lambda: tim.diagnose(model, rollout),
         "grpo": lambda: trained(model),
-        "learn": lambda: tim.learn(model, rollout, [0.0, 1.0]),
+        "learn": lambda: tim.learn(model, rollout, [0.0, 1.0] * 4),
     }
 
 
@@ -459,6 +485,35 @@ def test_what_is_no_source_of_a_model():
         tim.load("model", decode_batch="8")  # pyright: ignore[reportArgumentType]
 
 
+def test_what_is_no_placement_adapter_or_path(model, tmp_path):
+    wrong: Any = {"data": 2}
+    refused = {
+        "load: placement must be a tim_jax.Placement, got {'data': 2}": lambda: tim.load(
+            "tiny", placement=wrong
+        ),
+        "save_adapter: adapter must be that of a step, got None": lambda: tim.save_adapter(
+            model.adapter, tmp_path / "new", model
+        ),
+        "save_adapter: model must be what tim_jax.load returns": lambda: tim.save_adapter(
+            wrong, tmp_path / "new", wrong
+        ),
+        "load_adapter: model must be what tim_jax.load returns": lambda: tim.load_adapter(
+            tmp_path, wrong
+        ),
+        "path must be text or a pathlib.Path, got {'data': 2}": lambda: tim.save(model, wrong),
+    }
+    for message, use in refused.items():
+        with pytest.raises(InputError, match=re.escape(message)):
+            use()
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("weights", [None, 5])
+def test_what_are_no_weights_to_try(model, weights):
+    with pytest.raises(InputError, match=f"weights must be a model.*, got {weights}"):
+        list(diagnosing._others(model, weights))
+
+
 def test_only_a_rollout_can_be_scored(model):
     with pytest.raises(
         InputError,
@@ -489,9 +544,11 @@ def test_a_model_that_is_too_small_for_a_rollout_does_not_score_it(model, smalle
 BY_NAME = inspect.signature(tim.grpo).parameters
 
 
-def trained(model, data=PAIRS, *, reward=by_length, optimizer=None, **changes):
+ADAMW = optax.adamw(1e-2)
+
+
+def trained(model, data=PAIRS, *, reward=by_length, optimizer=ADAMW, **changes):
     """Steps of `grpo`; what is no argument of it goes into its `training`."""
-    optimizer = optax.adamw(1e-2) if optimizer is None else optimizer
     named = {name: value for name, value in {**TRAINED, **changes}.items() if name in BY_NAME}
     rest = {name: value for name, value in changes.items() if name not in BY_NAME}
     if rest:
@@ -521,6 +578,55 @@ def test_every_step_is_proved_and_the_model_moves(model):
         assert bits(tim.score(one, rollout)) == bits(rollout.log_probs)
 
 
+def test_a_second_training_compiles_nothing_if_its_optimizer_does_the_same(model):
+    first = [dict(step.metrics) for step in trained(model, optimizer=optax.adamw(1e-2))]
+    with tiny.compilations() as counted:
+        again = [dict(step.metrics) for step in trained(model, optimizer=optax.adamw(1e-2))]
+        *_, other = trained(model, optimizer=optax.adamw(1e-2), seed=4)
+    assert not counted
+    assert again == first
+    assert other.metrics["reward"] != first[-1]["reward"]
+
+
+def test_programs_are_kept_for_what_the_optimizer_does(model):
+    build, run = programs.build_once, model.training(samples=4)
+    kept = build(run.varied(optimizer=optax.adam(1e-3)))
+    assert build(run.varied(optimizer=optax.adam(1e-3))) is kept
+    for other in (optax.named_chain(("adam", optax.adam(1e-3))), optax.adam(2e-3)):
+        changed = build(run.varied(optimizer=other))
+        assert changed.training.optimizer is other
+    assert build(run.varied(optimizer=optax.adam(1e-3), epochs=2)) is not kept
+
+
+def test_programs_are_kept_for_what_the_correction_does(model, monkeypatch):
+    monkeypatch.setattr(programs, "_kept", lru_cache(maxsize=2)(lambda asked, foreign: asked))
+    build, run = programs.build_once, model.training(samples=4, mode="recompute")
+    corrections = tim.corrections
+    made, bounds = corrections.token_tis, corrections.Bounds("token", None, np.array(2.0))
+    kept = build(run.varied(correction=made()))
+    assert build(run.varied(correction=made())) is kept
+    for other in (made(cap=3.0), corrections.declared(made(), effect="mask")):
+        assert build(run.varied(correction=other)).training.learning.correction == other
+    factor = 1.0
+    own = corrections.map_coefficients(
+        "own", lambda c, mask: c * factor, needs=(), effect="scale", bounds=bounds
+    )
+    before = build(run.varied(correction=own))
+    assert build(run.varied(correction=own)) is before
+    factor = 2.0  # as in a notebook, where the function reads a name that is set anew
+    assert build(run.varied(correction=own)) is not before
+
+
+def test_no_program_is_kept_for_another_function_that_an_optimizer_calls_back(model):
+    def calling(function):
+        call = partial(jax.pure_callback, function)
+        return optax.stateless(lambda u, params: jax.tree.map(lambda x: call(x, x), u))
+
+    run = model.training()
+    kept = programs.build_once(run.varied(optimizer=calling(lambda x: x)))
+    assert programs.build_once(run.varied(optimizer=calling(lambda x: 2 * x))) is not kept
+
+
 @pytest.mark.slow
 def test_a_sound_step_has_nothing_that_jax_takes_for_a_fault(model):
     with jax.debug_nans(True):
@@ -546,6 +652,9 @@ def test_a_model_that_was_not_taken_in_time_is_refused(model):
     assert steps[-1].model.config == model.config
     with pytest.raises(InputError, match="the model of step 1 is gone"):
         _ = steps[0].model
+    with pytest.raises(InputError, match=r"the model of step 1 is gone.* take step\.model before"):
+        _ = steps[0].weights
+    assert steps[-1].weights
     with pytest.raises(InputError, match="there is no adapter"):
         _ = steps[-1].adapter
 
@@ -653,6 +762,11 @@ def in_time(prompts, completions, answers):
         (PAIRS, {"optimizer": "adamw"}, "optimizer must be of optax"),
         (
             PAIRS,
+            {"optimizer": optax.MultiSteps(optax.adam(1e-3), 2)},
+            "got MultiSteps; give its .gradient_transformation()",
+        ),
+        (
+            PAIRS,
             {"optimizer": optax.chain(optax.clip(1.0), optax.contrib.muon(1e-3))},
             "Muon would take layers.attn_norm [1, 16], a vector of each layer, for a matrix",
         ),
@@ -681,7 +795,7 @@ def in_time(prompts, completions, answers):
         ),
         (PAIRS, {"mismatch": [{"name": "kvcache"}]}, "'kvcache' is unknown; did you mean"),
         (PAIRS, {"mismatch": ENTRIES["native_kernels"]()}, "mismatch must be a list of entries"),
-        (PAIRS, {"mode": "Bypass"}, "mode 'Bypass' is unknown; did you mean 'bypass'?"),
+        (PAIRS, {"mode": "Bypass"}, "Learning: mode 'Bypass' is unknown; did you mean 'bypass'?"),
         (
             PAIRS,
             {"correction": [tim.corrections.token_mis()]},
@@ -801,6 +915,8 @@ def test_a_dtype_may_be_one_of_jax(folder):
     assert tim.load(folder, dtype=jax.numpy.bfloat16).dtype == "bfloat16"
     with pytest.raises(InputError, match="load: dtype 'int8' is unknown"):
         tim.load(folder, dtype=np.int8)
+    with pytest.raises(InputError, match="'None' is unknown; known: bfloat16, float16, float32"):
+        tim.load(folder, dtype=None)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.slow
@@ -824,8 +940,9 @@ def test_what_objects_print_is_short_and_says_what_they_are(model):
     assert len(repr(step).splitlines()) == 5
     assert step._repr_html_().count("<tr>") == 9
     training = model.training(micro_batch=4, objective=tim.objectives.dapo())
-    ones = jax.numpy.ones((2, 3))
-    corrected = tim.corrections.correct(tim.corrections.vexact(), log_ratio=ones, mask=ones > 0)
+    ones = np.ones((2, 3), np.float32)
+    correct = jax.jit(partial(tim.corrections.correct, tim.corrections.vexact()))
+    corrected = correct(log_ratio=ones, mask=ones > 0)
     values = (step, model, model.config, model.numerics, training, training.learning.objective)
     for value in (*values, tim.corrections.vexact(), corrected):
         assert len(repr(value)) < 900, repr(value)
@@ -972,6 +1089,7 @@ def test_the_example_of_a_whole_script_runs(folder, tmp_path, few_cases, monkeyp
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_grpo_in_a_hundred_lines():
     path = ROOT / "scripts" / "minimal_grpo.py"
     source = path.read_text(encoding="utf-8")
@@ -1029,7 +1147,21 @@ def test_a_template_that_rewrites_history_is_refused_unless_somebody_says_what_t
         tim.Turns(history="drop")  # pyright: ignore[reportArgumentType]
 
 
-def test_a_respond_that_fails_in_all_episodes_of_the_first_step_is_an_error(model):
+def test_a_respond_that_fails_in_all_episodes_of_the_first_step_is_an_error(model, monkeypatch):
+    def asked(state, task, text, *, environment, **how):
+        """A step that asks the environment for its first turns, and learns nothing."""
+        completion = Completion("1", np.array([2], np.int32), True)
+        key = np.zeros(2, np.uint32)
+        turns = [Turn(0, sample, 0, completion, 4, key, "2 + 2") for sample in range(2)]
+        failures = [outcome.failure for _, outcome in environment.outcomes(turns)]
+        metrics = {"environment/failures": float(len(failures))}
+        samples: Any = failures
+        yield loop.Step(1, state, None, metrics, {}, samples)
+
+    nothing: Any = None
+    started = training.Started(nothing, nothing, None, None)
+    monkeypatch.setattr(loop, "train", asked)
+    monkeypatch.setattr(training, "start", lambda *_: (None, started))
     few: Any = {"samples": 2, "prompts_per_step": 1, "max_turns": 2, "max_tokens": 4}
     steps = tim.grpo(model, PAIRS, respond=lambda state, said: {}["key"], steps=1, **few)
     with pytest.raises(InputError) as caught:
@@ -1055,11 +1187,20 @@ def test_who_waits_for_a_diagnosis_is_told_so(model, monkeypatch):
     assert waiting.task_of(caught.value) == "diagnosing"
 
 
-def test_weights_of_another_end_token_are_candidates(model):
+def test_weights_of_another_end_token_are_candidates(model, monkeypatch):
     """Trainers write a padding token of their own beside the weights."""
+
+    class Diagnosed(Exception):
+        pass
+
+    def diagnosed(responses, forward, *, others, tokenizer):
+        raise Diagnosed([other.name for other in others])
+
+    monkeypatch.setattr(verdict, "diagnose", diagnosed)
     row = {"prompt_token_ids": [1], "response_token_ids": [2], "logprobs": [-1.0]}
     base = replace(model, config=replace(model.config, pad_token_id=3, eos_token_ids=(4,)))
-    tim.diagnose(model, [row], weights={"base": base})
+    with pytest.raises(Diagnosed, match=r"\['base'\]"):
+        tim.diagnose(model, [row], weights={"base": base})
     other = replace(model, config=replace(model.config, rms_norm_eps=1e-3))
     with pytest.raises(InputError, match="the weights of other are of another architecture"):
         tim.diagnose(model, [row], weights={"other": other})

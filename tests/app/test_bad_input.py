@@ -7,18 +7,22 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import tiny
 
+from tim_jax import mismatch
 from tim_jax.app import cli
 from tim_jax.app.config import toml
+from tim_jax.app.jobs import train
 from tim_jax.app.run.display import RewardWatch
 from tim_jax.common import waiting
 from tim_jax.common.errors import ENDINGS, InputError, statuses_table
 from tim_jax.model import hf
 from tim_jax.model.execution import Execution, Sampling, check_compiler_options
+from tim_jax.numerics import Numerics
 from tim_jax.rl.drawing import Sample
 from tim_jax.rl.loop import Step
 from tim_jax.tasks import custom
@@ -26,6 +30,7 @@ from tim_jax.tasks.base import Example, Grade, Message, Task
 from tim_jax.tasks.builtin import builtin_task
 from tim_jax.tasks.custom import IsolatedReward, isolated_task
 from tim_jax.tasks.rows import read_rows
+from tim_jax.tasks.text import character_tokenizer
 
 REWARDS = r"""
 import ctypes, os, re, signal, sys, time
@@ -535,6 +540,17 @@ def test_none_makes_no_section(tmp_path):
     assert toml.load(None, free) == toml.load(None)
 
 
+def test_options_that_no_template_reads_are_said():
+    config = toml.load(None, ['model={preset="tiny", template_options={enable_thinking=false}}'])
+    text = SimpleNamespace(tokenizer=character_tokenizer("1"), chat_template="auto")
+    execution = SimpleNamespace(lora=None, numerics=Numerics())
+    sampler = SimpleNamespace(mismatch=mismatch.EXACT, max_staleness=0)
+    programs = SimpleNamespace(training=SimpleNamespace(sampler=sampler))
+    job: Any = SimpleNamespace(config=config, text=text, execution=execution, programs=programs)
+    (line,) = train._described(job)
+    assert line == "model.template_options.enable_thinking: no prompt depends on it"
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [
@@ -754,7 +770,10 @@ def test_a_step_whose_episodes_all_fail_is_said_once():
     differ = 0.0, [0.0, 1.0]  # a turn before the failure had a reward
     failures = "environment/failures"
     [line] = watched(differ, differ, **{failures: 2.0})
-    assert line == "step 1: the environment failed in all 2 episodes; failures.jsonl says why"
+    assert line == (
+        "step 1: the environment failed in all 2 episodes; failures.jsonl says why; a resumed run"
+        " repeats what stands there, so once the environment is mended, delete that file and resume"
+    )
     assert watched(differ, **{failures: 1.0}) == []
     refilled = {"refill/rounds": 1.0}
     assert watched(differ, **{failures: 2.0}, **refilled) == []
@@ -788,6 +807,63 @@ def test_a_command_that_is_not_done_never_has_the_status_of_success(what, monkey
     err = capsys.readouterr().err
     assert err.startswith(line)
     assert err.count("\n") == 1
+
+
+INTERRUPTED_WHILE_COLLECTING = """
+import gc, signal, time
+from tim_jax.app import cli
+
+def collect(*_):
+    gc.callbacks.remove(collect)
+    signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+cli._quiet()
+gc.callbacks.append(collect)
+try:
+    gc.collect()
+    time.sleep(20)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+INTERRUPTED_AT_THE_END = """
+import atexit, signal
+from tim_jax.app import cli
+
+atexit.register(signal.raise_signal, signal.SIGINT)
+cli.main = lambda: 130
+cli.run_and_exit()
+"""
+
+
+def test_an_interrupt_while_garbage_is_collected_comes_again():
+    """JAX's own callback of the collector would lose it."""
+    code = [sys.executable, "-c", INTERRUPTED_WHILE_COLLECTING]
+    done = subprocess.run(code, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
+
+
+def test_only_what_arrays_say_after_a_failed_save_is_left_out():
+    said = []
+    for words in ("Event loop is closed", "another"):
+        error: Any = SimpleNamespace(exc_type=RuntimeError, exc_value=RuntimeError(words))
+        cli._report_unraisable(error, otherwise=said.append)
+    assert [str(error.exc_value) for error in said] == ["another"]
+
+
+def test_an_interrupted_command_goes_on_only_if_it_has_checkpoints(monkeypatch, capsys):
+    def run(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_audit", run)
+    assert cli.main(["audit", "qwen3"]) == 130
+    assert capsys.readouterr().err == "tim-jax: interrupted\n"
+
+
+def test_a_second_interrupt_at_the_end_says_nothing_more():
+    code = [sys.executable, "-c", INTERRUPTED_AT_THE_END]
+    done = subprocess.run(code, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_a_command_shows_no_warnings_of_libraries_unless_asked():

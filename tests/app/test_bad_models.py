@@ -18,11 +18,11 @@ from tim_jax import api
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import Architecture
-from tim_jax.app.jobs import checks, memory, train
+from tim_jax.app.jobs import planning, train
 from tim_jax.app.run import checkpoints, sources
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, OutOfMemoryError
-from tim_jax.model import calibration, hf
+from tim_jax.model import fitting, hf
 from tim_jax.tasks import text
 from tim_jax.tasks.rows import read_rows
 
@@ -206,14 +206,14 @@ class TestBeforeWeights:
     @pytest.fixture(autouse=True)
     def nothing_is_read(self, monkeypatch, folder):
         (folder / "model.safetensors").write_bytes(b"no weights")
-        monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: pytest.fail("measured"))
+        monkeypatch.setattr(fitting, "calibrate", lambda *_, **__: pytest.fail("measured"))
 
     @pytest.mark.parametrize("what", GENERATE)
     def test_generate(self, what, folder, capsys, monkeypatch):
         options, words = GENERATE[what]
         prompts = ["12>", WRONG_PROMPTS[what]] if what in WRONG_PROMPTS else ["12>"]
         if what == "nothing":  # the first step that may read
-            monkeypatch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
+            monkeypatch.setattr(fitting, "calibrate", lambda config, numerics, **_: numerics)
         arguments = ["generate", str(folder), *prompts, "--max-tokens", "8", *options]
         assert cli.main(arguments) == 2
         err = capsys.readouterr().err
@@ -263,7 +263,7 @@ def test_every_wait_says_what_it_is_for_and_says_so_once(
         saved.save(1, {"x": {"y": jnp.ones(3)}}, {})
         saved.close()
         # Which native kernels need not.
-        calibration.calibrate(
+        fitting.calibrate(
             model.config, replace(tiny.NUMERICS, family="native"), batch=1, longest=64
         )
     checkpoints.restore(tmp_path / "checkpoints", {"x": {"y": jnp.ones(3)}})  # in Python
@@ -311,7 +311,7 @@ def allocated():
 def explained(fail, doing):
     with (
         pytest.raises(OutOfMemoryError) as caught,
-        memory.explained(lambda: WAYS),
+        planning.explaining_memory(lambda: WAYS),
         waiting.during(doing),
     ):
         fail()
@@ -357,23 +357,23 @@ def test_how_much_was_asked_for(message):
 def test_a_kernel_that_does_not_fit_is_helped_by_no_setting(message):
     with (
         pytest.raises(InputError, match="kernel needs more memory") as error,
-        memory.explained(lambda: WAYS),
+        planning.explaining_memory(lambda: WAYS),
     ):
         raise JaxRuntimeError(message)
     assert "\n" not in str(error.value)
 
 
 def test_other_errors_of_the_runtime_keep_their_traceback():
-    with pytest.raises(JaxRuntimeError, match="INTERNAL"), memory.explained(lambda: WAYS):
+    with pytest.raises(JaxRuntimeError, match="INTERNAL"), planning.explaining_memory(lambda: WAYS):
         raise JaxRuntimeError("INTERNAL: a fault")
 
 
 def test_three_settings_of_a_run_for_each_stage():
-    found = memory.of_run(toml.load(None, ["learner.micro_batch=8", "sampler.slots=16"]))
+    found = planning.less_memory(toml.load(None, ["learner.micro_batch=8", "sampler.slots=16"]))
     assert all(len(ways) == 3 for ways in found.values())
     assert found["sampling"][0] == "sampler.slots below 16"
     assert found[""][:2] == ("learner.micro_batch below 8", "learner.remat = true")
-    of_turns = memory.of_run(toml.load("configs/turns.toml", ["sampler.pages=40"]))
+    of_turns = planning.less_memory(toml.load("configs/turns.toml", ["sampler.pages=40"]))
     longest = "sampling.max_episode_tokens below 32"
     assert of_turns["sampling"][:2] == ("sampler.pages below 40", longest)
     assert of_turns[""][1:] == ("learner.remat = true", found[""][2])
@@ -383,16 +383,16 @@ def test_a_run_with_checkpoints_is_told_what_it_may_change_first(tmp_path, monke
     """On an accelerator, whose state may wait in the host's memory."""
     chip = SimpleNamespace(kind="pinned_host")
     chip = SimpleNamespace(platform="gpu", addressable_memories=lambda kind=chip: [kind])
-    monkeypatch.setattr(checks.jax, "devices", lambda: [chip])
+    monkeypatch.setattr(planning.jax, "devices", lambda: [chip])
     config = toml.load(None, [f"run.folder={tmp_path}", "sampler.slots=16"])
     length = f"sampling.max_tokens below {config.sampling.max_tokens}"
-    before = memory.of_run(config)
+    before = planning.less_memory(config)
     assert before["sampling"] == ("sampler.slots below 16", "learner.offload = true", length)
     ahead = toml.load(None, [f"run.folder={tmp_path}", "sampler.max_staleness=1"])
-    assert "learner.offload = true" not in memory.of_run(ahead)["sampling"]
+    assert "learner.offload = true" not in planning.less_memory(ahead)["sampling"]
     assert before[""][0].startswith("learner.micro_batch below ")
     (tmp_path / "checkpoints" / "0").mkdir(parents=True)
-    after = memory.of_run(config)
+    after = planning.less_memory(config)
     wider = "placement.fsdp above 1, with more devices"
     assert after["sampling"] == ("sampler.slots below 16", "learner.offload = true", wider)
     assert after[""][:2] == ("learner.remat = true", wider)
@@ -402,27 +402,9 @@ def test_a_run_with_checkpoints_is_told_what_it_may_change_first(tmp_path, monke
         assert any(f"{key}.".startswith(f"{free}.") for free in config.may_change()), key
 
 
-@pytest.fixture
-def assemble(monkeypatch):
-    """What assembles a run, once: those of one config have the same compiled programs.
-
-    Nothing is measured of the machine.
-    """
-    true, made = train.assemble, []
-
-    def once(config, *, measured):
-        if not made:
-            made.append(true(config, measured=measured))
-        return replace(made[0], config=config)
-
-    monkeypatch.setattr(train, "assemble", once)
-    monkeypatch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
-    return once
-
-
 @pytest.mark.slow
 def test_a_run_whose_memory_runs_out_goes_on_from_its_checkpoint(
-    tmp_path, monkeypatch, capsys, assemble, every_wait_is_long
+    tmp_path, monkeypatch, capsys, every_wait_is_long, traced_once, unmeasured
 ):
     """A program that fails as XLA does ends the run with its own status."""
     (tmp_path / "run.toml").write_text(tiny.RUN)
@@ -443,7 +425,7 @@ def test_a_run_whose_memory_runs_out_goes_on_from_its_checkpoint(
         "writing the model",
     )
     assert {f"tim-jax: still {task} after 10 s" for task in tasks} <= said
-    steps = []
+    steps, assemble = [], train.assemble
 
     def failing(config, **options):
         job = assemble(config, **options)

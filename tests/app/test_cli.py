@@ -1,5 +1,6 @@
 """The commands, as a user calls them: what they leave, and one clear line when they cannot."""
 
+import errno
 import io
 import json
 import os
@@ -26,16 +27,16 @@ from transformers.utils import chat_template_utils
 import tim_jax
 from tim_jax.app import cli
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import assembling, generating, measuring, train
-from tim_jax.app.run import assembly, checkpoints, folders, grading, signals, sources
+from tim_jax.app.jobs import audit, models, train
+from tim_jax.app.run import assembly, checkpoints, folders, sources
+from tim_jax.app.run.assembly import fixed_numerics
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.loggers import read_lines
-from tim_jax.app.run.numerics import fixed_numerics
-from tim_jax.common.errors import InputError
+from tim_jax.common import machine
+from tim_jax.common.errors import InputError, PreemptedError
 from tim_jax.instruments import auditing
 from tim_jax.instruments.auditing import compiler
-from tim_jax.model import calibration, hf
-from tim_jax.policy import sampler
+from tim_jax.model import fitting, hf
 from tim_jax.rl.drawing import Text
 from tim_jax.tasks import builtin
 from tim_jax.tasks.base import Example
@@ -46,7 +47,7 @@ steps = 3
 
 [model.architecture]
 hidden_size = 16
-num_layers = 2
+num_layers = 1
 num_heads = 2
 num_kv_heads = 1
 head_dim = 8
@@ -81,10 +82,11 @@ reward_in_process = true
 steps = 2
 batch = 4
 
+# As many as a step draws: an evaluation is then the same program as a step's sampler.
 [eval]
 every = 2
-prompts = 5
-samples = 2
+prompts = 2
+samples = 4
 
 [run]
 checkpoint_every = 1
@@ -132,41 +134,16 @@ def patch():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def folder(patch, tmp_path_factory):
+def folder(patch, tmp_path_factory, traced_once):
     """The working folder: a config and a module of rewards. Row ranges are not measured here."""
     path = tmp_path_factory.mktemp("work")
     (path / "tiny.toml").write_text(CONFIG)
     (path / "cli_rewards.py").write_text(REWARDS)
     patch.chdir(path)
     patch.syspath_prepend(str(path))
-    patch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
-    patch.setattr(train, "assemble", assembling_once())
+    patch.setattr(fitting, "calibrate", lambda config, numerics, **_: numerics)
     yield path
     sys.modules.pop("cli_rewards", None)
-
-
-def assembling_once():
-    """`assembling.assemble`, once for all runs of one config, whose programs are then traced once.
-
-    They may differ in what no program knows: folder, last step, whether there is an evaluation. A
-    run that reads a model or rows from files, or grades in another process, is assembled anew, and
-    so is one whose sampler a test has replaced.
-    """
-    made = {}
-
-    def assemble(config, *, measured):
-        if config.model.path or config.task.kind != "builtin" or not config.task.reward_in_process:
-            return assembling.assemble(config, measured=measured)
-        evaluated = config.eval.model_copy(update={"every": 1})
-        whole = config.model_copy(update={"eval": evaluated})
-        alike = whole.model_copy(update={"run": type(config.run)(), "steps": 1})
-        key = toml.dump(alike), sampler.sample
-        if key not in made:
-            made[key] = assembling.assemble(whole, measured=measured)
-        evaluate = made[key].evaluate if config.eval.every else None
-        return replace(made[key], config=config, evaluate=evaluate)
-
-    return assemble
 
 
 @pytest.fixture
@@ -323,10 +300,10 @@ def test_eval_of_a_run_is_its_last_evaluation(finished, folder, call):
     assert scores == {name: last[f"eval/{name}"] for name in scores}
     faults = {"grader/timeout", "grader/error"}
     errors = {"reward_error", "pass@1_error"}
-    shown = {"mean@2", "pass@1", "prompts", "reward", "length"} | faults
+    shown = {"mean@4", "pass@1", "prompts", "reward", "length"} | faults
     assert shown | errors == set(scores)
     assert all(name in out for name in shown)
-    assert out.count("(95%)") == 3  # of mean@2, pass@1 and reward
+    assert out.count("(95%)") == 3  # of mean@4, pass@1 and reward
     status, _, _ = call(
         "eval",
         "tiny.toml",
@@ -346,7 +323,7 @@ def test_eval_without_a_run_is_of_the_configs_own_model(finished, folder, call):
     assert status == 0
     assert "evaluated the config's own model, as nowhere has no checkpoint" in out
     assert json.loads(out_file.read_text()).keys() == {
-        "mean@2",
+        "mean@4",
         "pass@1",
         "prompts",
         "reward",
@@ -359,16 +336,18 @@ def test_eval_without_a_run_is_of_the_configs_own_model(finished, folder, call):
     assert not (folder / "nowhere").exists()
 
 
+# The same each time, so that one program draws them.
+GENERATED = ("1+2=", "7=", "--samples", 3, "--max-tokens", 6)
+
+
 def test_generate_says_prompt_completion_and_log_prob(finished, call):
-    arguments = ("generate", finished, "1+2=", "7=", "--samples", 3, "--max-tokens", 6)
+    arguments = ("generate", finished, *GENERATED)
     status, out, _ = call(*arguments)
     assert status == 0
     assert out.count("1+2=\n") == out.count("7=\n") == 3
     assert out.count("(log-prob -") == 6
     assert call(*arguments) == (0, out, "")
     assert call(*arguments, "--seed", 1)[1] != out
-    greedy = call("generate", finished / "model", "1+2=", "--temperature", 0, "--max-tokens", 6)[1]
-    assert greedy.count("(log-prob 0.000)") == 1
 
 
 def test_no_completion_is_too_odd_to_be_printed(finished, folder, call, monkeypatch):
@@ -379,12 +358,20 @@ def test_no_completion_is_too_odd_to_be_printed(finished, folder, call, monkeypa
         arguments = ("tiny.toml", "run.folder=finished", "--json", "bare.json")
         assert cli.main(["eval", *arguments]) == 0
     assert b" ? " in bare.buffer.getvalue()  # an arrow, between prompt and completion
-    assert json.loads((folder / "bare.json").read_text())["prompts"] == 5.0
+    assert json.loads((folder / "bare.json").read_text())["prompts"] == 2.0
 
-    rows = [("1\n2", "a\x1b[2J\r\n\tb\ud800", -1.0)]
-    monkeypatch.setattr(generating, "generate", lambda *args, **options: iter(rows))
+    rows, asked = [("1\n2", "a\x1b[2J\r\n\tb\ud800", -1.0)], []
+
+    def generate(*args, **options):
+        asked.append(options)
+        return iter(rows)
+
+    monkeypatch.setattr(models, "generate", generate)
     shown = "1\n2\n  -> a<1b>[2J\n b<d800>   (log-prob -1.000)\n"
-    assert call("generate", finished, "x") == (0, shown, "")
+    given = ("--temperature", 0, "--top-k", 3, "--plain", "--fsdp", 2)
+    assert call("generate", finished, "x", *given) == (0, shown, "")
+    assert asked[0]["shape"] == {"temperature": 0.0, "top_k": 3, "top_p": 1.0}
+    assert (asked[0]["chat_template"], asked[0]["where"]) == (False, tim_jax.Placement(fsdp=2))
 
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
@@ -435,13 +422,18 @@ def test_audit_of_a_run(finished, folder, call, few_cases, monkeypatch):
 
 
 def test_a_mismatch_ends_the_run_with_its_own_status(call, folder, monkeypatch):
-    true = sampler.sample
+    true = train.assemble
 
-    def sample(*args, **options):
-        rollout = true(*args, **options)
-        return replace(rollout, log_probs=rollout.log_probs.at[3, 0].add(-1e-6))
+    def assemble(*args, **options):
+        job = true(*args, **options)
 
-    monkeypatch.setattr(sampler, "sample", sample)
+        def sample(*inputs):
+            rollout = job.programs.sample(*inputs)
+            return replace(rollout, log_probs=rollout.log_probs.at[3, 0].add(-1e-6))
+
+        return replace(job, programs=replace(job.programs, sample=sample))
+
+    monkeypatch.setattr(train, "assemble", assemble)
     status, _, err = call("train", "tiny.toml", "run.folder=mismatch", "eval.every=0")
     assert status == 3
     assert err.startswith("tim-jax: not exact: step 1: 1 of ")
@@ -460,7 +452,7 @@ def test_any_checkpoint_is_exported_as_a_model(folder, finished, call):
     assert "step 2" in out
     earlier = load_file(folder / "exported-2" / "model.safetensors")
     assert any(earlier[name].tobytes() != last[name].tobytes() for name in last)
-    assert call("generate", "exported-2", "12>", "--max-tokens", "4")[0] == 0
+    assert call("generate", "exported-2", *GENERATED)[0] == 0
 
 
 @pytest.mark.parametrize("command", ["export", pytest.param("eval", marks=pytest.mark.slow)])
@@ -541,12 +533,12 @@ def test_signals_that_come_together_are_one(monkeypatch):
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
     try:
-        with signals.Preemption() as preemption:
+        with machine.Preemption() as preemption:
             for _ in range(3):
                 os.kill(os.getpid(), signal.SIGTERM)
             assert preemption.asked
             assert heard == []
-            monkeypatch.setattr(signals, "_TOGETHER", 0.0)
+            monkeypatch.setattr(machine, "_TOGETHER", 0.0)
             os.kill(os.getpid(), signal.SIGTERM)
             assert heard == [1]
     finally:
@@ -582,6 +574,16 @@ FAILURES = {
     "nan": (lambda r: [*r[:-1], float("nan")], 2, "finite numbers, got nan at 7"),
     "interrupted": (interrupt, 130, ""),
 }
+
+
+def test_a_warm_start_ends_before_its_last_step_if_it_is_asked_to():
+    preemption = machine.Preemption()
+    steps = train._unless_asked(iter("abc"), 3, preemption)
+    assert next(steps) == "a"
+    preemption.asked = True
+    with pytest.raises(PreemptedError, match="asked to end in step 2 of 3 of the warm start"):
+        next(steps)
+    assert list(train._unless_asked("a", 1, preemption)) == ["a"]  # the checkpoint follows
 
 
 @pytest.mark.slow
@@ -811,7 +813,7 @@ def truncate(checkpoint):
 
 
 def without_a_tensor(checkpoint):
-    return broken(checkpoint, "gapped", lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    return broken(checkpoint, "gapped", lambda t: t.pop("model.layers.0.mlp.up_proj.weight"))
 
 
 def of_another_shape(checkpoint):
@@ -851,7 +853,7 @@ def of_another_architecture(checkpoint):
 
 MODELS = {
     "truncated": (truncate, "truncated or corrupt safetensors"),
-    "missing tensor": (without_a_tensor, "layers.1.mlp.up_proj.weight' is missing"),
+    "missing tensor": (without_a_tensor, "layers.0.mlp.up_proj.weight' is missing"),
     "wrong shape": (of_another_shape, "o_proj.weight' has shape [16, 15], expected [16, 16]"),
     "no tokenizer": (without_tokenizer, "has no tokenizer"),
     "no config": (without_config, "has no config.json"),
@@ -926,7 +928,7 @@ BAD_CONFIGS = {
     "demonstration too long": (["sampling.max_tokens=5"], "max_tokens = 5"),
     "correction": (["learner.corrections=[{name='token_tiss'}]"], "did you mean 'token_tis'"),
     "clipping": (["learner.objective.clip_low=2.0"], "must lie in [0, 1]"),
-    "no evaluation left": (["eval.k=[4]"], "must not exceed samples = 2"),
+    "no evaluation left": (["eval.k=[8]"], "must not exceed samples = 4"),
 }
 
 
@@ -942,6 +944,8 @@ def test_too_many_tokens_for_a_checkpoints_positions(checkpoint, call):
     err = refused(call, *arguments, "sampling.max_tokens=17")
     assert "sampling.max_tokens: 17 after a prompt of 8 is 25 tokens" in err
     assert "24 positions" in err
+    err = refused(call, *arguments, "sampling.max_turns=2", "sampling.max_episode_tokens=17")
+    assert "sampling.max_episode_tokens: 17 after a prompt of 8 is 25 tokens" in err
 
 
 def test_a_config_file_that_is_not_right(call, folder):
@@ -1022,7 +1026,7 @@ def test_a_run_that_holds_nothing_out_is_measured_on_what_it_trains_on(call, fol
     status, out, _ = call("audit", "all", "--sampler", dial, "--prompts", 3, "--samples", 2)
     assert status == 0
     assert out.endswith("exact where the sampler is the learner's own\n")
-    drawn = measuring.make_bench("all", prompts=3, samples=2).prompts
+    drawn = audit.make_bench("all", prompts=3, samples=2).prompts
     assert drawn.lengths.tolist() == [4, 4, 4]  # a number of one digit, "+1="
 
 
@@ -1078,7 +1082,7 @@ def on_day(monkeypatch, day):
         def now(cls, tz=None):
             return datetime(2026, 3, day, 12, tzinfo=tz)
 
-    for module in (chat_template_utils, folders, grading):
+    for module in (chat_template_utils, folders, sources):
         monkeypatch.setattr(module, "datetime", Then)
 
 
@@ -1098,7 +1102,7 @@ def test_a_run_has_the_prompts_of_its_first_day(call, folder, monkeypatch):
         for day, steps in zip(days, (1, 2), strict=True):
             on_day(monkeypatch, day)
             assert call(*arguments, f"run.folder={name}", f"steps={steps}")[0] == 0
-        drawn = measuring.make_bench(name, prompts=3, samples=2).prompts
+        drawn = audit.make_bench(name, prompts=3, samples=2).prompts
         assert np.asarray(drawn.tokens)[:, :2].tolist() == [day_11] * 3
     assert metrics_of(folder / "two_days") == metrics_of(folder / "one_day")
     monkeypatch.undo()
@@ -1183,6 +1187,22 @@ def test_a_result_that_cannot_be_written(finished, folder, call):
         call, "eval", "tiny.toml", "run.folder=finished", "--json", folder / "no" / "scores.json"
     )
     assert "cannot write" in err
+
+
+def test_a_full_disk_leaves_the_result_before(tmp_path, monkeypatch):
+    """Every `--json`, `--markdown`, `--html` and `--out` is written so."""
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "result.json"
+    path.write_text("good")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        InputError, match=r"^cannot write .*/result\.json: No space left on device$"
+    ):
+        cli._write(path, "new")
+    assert path.read_text() == "good"
 
 
 USAGE = {

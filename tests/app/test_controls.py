@@ -10,11 +10,10 @@ import tiny
 
 from tim_jax import mismatch
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import assembling, planning, train
+from tim_jax.app.jobs import planning, train
 from tim_jax.app.run import assembly, sources
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
-from tim_jax.model import calibration
 from tim_jax.rl import drawing
 
 # What both sides can have, together with what changes nothing but a report.
@@ -52,17 +51,12 @@ def both(**entries):
     return f"sampler.mismatch={toml._inline(tables)}", "sampler.both_sides=true"
 
 
-@pytest.fixture
-def unmeasured(monkeypatch):
-    """Tiles are as they are fixed: what is measured of this machine is no matter here."""
-    monkeypatch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
-
-
 def first_rollout(config):
     """The weights that the sampler is given, and what it draws first."""
-    job = assembling.assemble(config)
+    job = train.assemble(config)
     weights = job.programs.prepare(jax.tree.map(jax.numpy.asarray, job.model.params))
-    drawn = drawing.draw(weights, job.task, job.text, programs=job.programs, seed=0, step=1)
+    how = {"programs": job.programs, "seed": 0, "step": 1}
+    drawn = drawing.finish(drawing.begin(weights, job.task, job.text, **how))
     return weights, drawn.rollout
 
 

@@ -17,10 +17,10 @@ import transformers
 
 from tim_jax.app import cli
 from tim_jax.app.config import toml
-from tim_jax.app.run import grading
+from tim_jax.app.run import sources
 from tim_jax.app.run.checkpoints import list_steps
 from tim_jax.app.run.loggers import read_lines
-from tim_jax.model import calibration, hf, transformer
+from tim_jax.model import fitting, hf, transformer
 from tim_jax.model.execution import Execution
 from tim_jax.numerics import EXACT_F32
 from tim_jax.tasks.text import character_tokenizer
@@ -131,7 +131,7 @@ def test_the_config_of_gsm8k_takes_files_as_the_readme_says(tmp_path):
     files["test"].write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = Path(__file__).parents[2] / "configs" / "gsm8k_qwen3_0.6b.toml"
     overrides = [f"task.path={files['train']}", f"task.eval_path={files['test']}"]
-    task = grading.make_task(toml.load(path, overrides))
+    task = sources.make_task(toml.load(path, overrides))
     try:
         assert (len(task.train), len(task.evaluation)) == (16, 256)
     finally:
@@ -194,7 +194,7 @@ def torch_logits(folder, tokens):
 
 
 def unmeasured(config, numerics, **_):
-    """In place of `calibration.calibrate`: the fixed tiles."""
+    """In place of `fitting.calibrate`: the fixed tiles."""
     del config
     return numerics
 
@@ -205,8 +205,8 @@ def test_a_checkpoint_of_transformers_learns_gsm8k_and_goes_back(
 ):
     pytest.importorskip("math_verify")
     # The machine is measured for the first model alone, and once for both commands.
-    measure = cache(calibration.calibrate) if name == "qwen3" else unmeasured
-    monkeypatch.setattr(calibration, "calibrate", measure)
+    measure = cache(fitting.calibrate) if name == "qwen3" else unmeasured
+    monkeypatch.setattr(fitting, "calibrate", measure)
     source = make_checkpoint(tmp_path / "source", name)
     data = make_gsm8k(tmp_path / "train.jsonl")
     run, mixture = tmp_path / "run", name in MIXTURES

@@ -17,7 +17,6 @@ import sys
 import time
 from collections import Counter
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ import pytest
 from app.test_cli import CONFIG
 
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import assembling, train
+from tim_jax.app.jobs import train
 from tim_jax.app.run import charts, checkpoints, folders
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
-from tim_jax.model import calibration, hf
+from tim_jax.model import fitting, hf
 from tim_jax.model.files import write_json
 from tim_jax.rl import drawing
 
@@ -53,8 +52,8 @@ def by_length(prompts, completions, answers):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def work(tmp_path_factory):
-    """The working folder. A run in this process is assembled and compiled once for all tests.
+def work(tmp_path_factory, traced_once):
+    """The working folder. What runs in this process is traced once for all tests.
 
     Its programs are those of test_cli.py, whose quick tests have compiled them. Nothing is measured
     of the machine; what would be, is in calibration.json.
@@ -62,25 +61,18 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     (folder / "tiny.toml").write_text(CONFIG)
     (folder / "faults_rewards.py").write_text(REWARDS)
-    made = {}
-
-    def assemble(config, *, measured):
-        key = repr(config.model_copy(update={"run": None}))
-        if key not in made:
-            made[key] = assembling.assemble(config, measured=measured)
-        return replace(made[key], config=config)
 
     def unmeasured(config, numerics, *, longest, **_):
-        found = {"longest": longest, "found": calibration._plain(numerics)}
-        found["of"] = calibration._of(config, numerics)
-        write_json(folder / "calibration.json", found)
+        found = {"longest": longest, "found": fitting._plain(numerics)}
+        found["of"] = fitting._of(config, numerics)
+        if not (folder / "calibration.json").exists():
+            write_json(folder / "calibration.json", found)
         return numerics
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
-        patch.setattr(calibration, "calibrate_once", unmeasured)
-        patch.setattr(train, "assemble", assemble)
+        patch.setattr(fitting, "calibrate_once", unmeasured)
         yield folder
     sys.modules.pop("faults_rewards", None)
 
@@ -311,6 +303,36 @@ def test_standard_output_that_takes_nothing_is_one_line(work, whole):
     goes_on("unheard", whole)
 
 
+NO_FOLDERS = """
+import os, sys
+from tim_jax.app import cli
+make = os.mkdir
+def mkdir(path, *args, **options):
+    if str(path).endswith("params.orbax-checkpoint-tmp"):
+        raise OSError(28, os.strerror(28), str(path))
+    make(path, *args, **options)
+os.mkdir = mkdir
+cli.run_and_exit()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_whose_save_fails_ends_at_once(work, whole):
+    """Threads of orbax's would wait for ten minutes; the arrays being written would say much."""
+    cut("unsaved")
+    done = subprocess.run(
+        [sys.executable, "-c", NO_FOLDERS, "train", "tiny.toml", *CHANGES, "run.folder=unsaved"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    outcome = fuzzing.Outcome(done.returncode, fuzzing.WAIT.sub("", done.stderr))
+    refused(outcome, "cannot write checkpoints to")
+    goes_on("unsaved", whole)
+
+
 def full():
     return open("/dev/full", "w")
 
@@ -370,11 +392,11 @@ CALLED = (
     (train, "assemble"),
     (drawing, "graded"),
     (train, "_record"),
-    (checkpoints, "_write_synced"),
-    (checkpoints, "_sync_folder"),
+    (checkpoints, "write_text"),
+    (checkpoints.Checkpoints, "_remove_old"),
     (hf, "_write_weights"),
     (hf, "save"),
-    (charts.Figure, "savefig"),
+    (charts, "write_bytes"),
 )
 
 

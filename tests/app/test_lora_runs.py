@@ -11,19 +11,17 @@ import tiny
 from safetensors.numpy import load_file
 
 import tim_jax as tim
-from tim_jax.api.steps import start
-from tim_jax.api.training import settle
+from tim_jax.api.training import settle, start
 from tim_jax.app import cli
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import assembling, planning
-from tim_jax.app.jobs import train as training
+from tim_jax.app.jobs import planning
 from tim_jax.app.run import checkpoints, folders, sources
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.auditing import random_params
 from tim_jax.instruments.plan import budget
-from tim_jax.model import adapters, calibration, hf
+from tim_jax.model import adapters, hf
 from tim_jax.model.adapters import Adapter, Lora
 from tim_jax.rl import programs
 from tim_jax.tasks.text import character_tokenizer
@@ -156,25 +154,9 @@ def test_the_estimate_of_memory_has_an_optimiser_for_the_adapters_alone():
     assert whole["the adapters' base"] == 0
 
 
-@pytest.fixture
-def assembled_once(monkeypatch):
-    """Runs that differ in their folder and their last step alone are traced once, not measured."""
-    made = {}
-
-    def assemble(config, *, measured):
-        key = toml.dump(config.model_copy(update={"run": type(config.run)(), "steps": 1}))
-        if key not in made:
-            made[key] = assembling.assemble(config, measured=measured)
-        return replace(made[key], config=config)
-
-    monkeypatch.setattr(training, "assemble", assemble)
-    monkeypatch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
-    return made
-
-
 @pytest.mark.slow
 def test_a_run_with_adapters_resumes_to_the_same_bits_and_exports_both(
-    tmp_path, monkeypatch, assembled_once
+    tmp_path, monkeypatch, traced_once, unmeasured
 ):
     path = tmp_path / "run.toml"
     path.write_text(tiny.RUN)
@@ -192,7 +174,6 @@ def test_a_run_with_adapters_resumes_to_the_same_bits_and_exports_both(
     assert train("whole") == 0
     assert train("parts", "steps=1") == 0
     assert train("parts", "steps=2", "placement.fsdp=1") == 0
-    assert len(assembled_once) == 1
     for name in ("samples.jsonl", "model/model.safetensors"):
         ours, theirs = tmp_path / "parts" / name, tmp_path / "whole" / name
         assert ours.read_bytes() == theirs.read_bytes()

@@ -1,18 +1,17 @@
 """Placements in a run's configuration and in the commands."""
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import tiny
 
 from tim_jax.app import cli
-from tim_jax.app.config.toml import dump, load
-from tim_jax.app.jobs import assembling, train
+from tim_jax.app.config.toml import load
+from tim_jax.app.jobs import train
 from tim_jax.app.run import assembly, sources
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
-from tim_jax.model import calibration
+from tim_jax.model import fitting
 from tim_jax.placement import SINGLE, Placement
 
 REFUSED = {
@@ -65,45 +64,22 @@ def test_placements_of_a_config():
 
 
 @pytest.fixture
-def unmeasured(monkeypatch):
-    """Tiles are as they are fixed."""
-    monkeypatch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
-
-
-@pytest.fixture
 def measured_once(monkeypatch):
     """The machine is measured once for each model and its tiles, for all lengths and batches."""
-    calibrate = calibration.calibrate
+    calibrate = fitting.calibrate
 
     @cache
     def once(config, numerics):
         return calibrate(config, numerics, batch=4, longest=config.max_positions)
 
-    monkeypatch.setattr(
-        calibration, "calibrate", lambda config, numerics, **_: once(config, numerics)
-    )
-
-
-@pytest.fixture
-def assembled_once(monkeypatch):
-    """Runs that differ in their folder and their last step alone are traced once."""
-    made = {}
-
-    def assemble(config, *, measured):
-        key = dump(config.model_copy(update={"run": type(config.run)(), "steps": 1}))
-        if key not in made:
-            made[key] = assembling.assemble(config, measured=measured)
-        return replace(made[key], config=config)
-
-    monkeypatch.setattr(train, "assemble", assemble)
-    return made
+    monkeypatch.setattr(fitting, "calibrate", lambda config, numerics, **_: once(config, numerics))
 
 
 @pytest.mark.slow
 def test_an_evaluation_has_slots_for_its_own_mesh(unmeasured):
     """The sampler's mesh of two devices takes six slots, the learner's of four takes eight."""
     words = ["placement.fsdp=4", "placement.sampler.fsdp=2", "sampler.slots=6", "sampler.pages=6"]
-    job = assembling.assemble(load(None, words))
+    job = train.assemble(load(None, words))
     try:
         assert job.evaluate is not None
     finally:
@@ -143,7 +119,7 @@ def test_too_few_devices_for_a_sampler_of_its_own_are_refused(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_that_draws_ahead_is_resumed_and_may_be_placed_otherwise(
-    tmp_path, unmeasured, assembled_once
+    tmp_path, unmeasured, traced_once
 ):
     """A run that ends and goes on, on devices of the sampler's own, and one that never stopped."""
     lines, models = [], []
@@ -157,7 +133,6 @@ def test_a_run_that_draws_ahead_is_resumed_and_may_be_placed_otherwise(
             assert cli.main(["train", str(config), *PLAIN, *words, *more]) == 0
         lines.append((folder / "metrics.jsonl").read_text())
         models.append((folder / "model" / "model.safetensors").read_bytes())
-    assert len(assembled_once) == 2  # the placements
     assert lines[0] == lines[1]
     assert models[0] == models[1]
     steps = [line for line in read_lines(tmp_path / "whole" / "metrics.jsonl") if line["step"]]

@@ -1,5 +1,6 @@
 """Several real processes on this machine, over loopback, against one."""
 
+import itertools
 import shutil
 import signal
 import time
@@ -10,145 +11,137 @@ import pytest
 import tiny
 from several import finished, started
 
+from tim_jax import placement
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import checks
+from tim_jax.app.jobs import planning
 from tim_jax.app.run import checkpoints
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.plan import budget
-from tim_jax.placement import processes
 from tim_jax.tasks.base import Example, Grade, SharedGrader
 
-AGREE = """
-import sys
+# What two processes do one after the other, until one of them is killed while they wait.
+TOGETHER = """
+import os, sys, time
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tim_jax import placement
+from tim_jax.app.run import checkpoints, folders
+from tim_jax.common import machine
 from tim_jax.common.errors import InputError
-from tim_jax.placement import processes
-from tim_jax.app.run import checkpoints
 
-index, address, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-processes.join(address, 2, index)
-assert processes.leads() == (index == 0)
-assert processes.texts("é" * (1 + 40 * index)) == ["é", "é" * 41]
-assert processes.texts("") == ["", ""]
-assert processes.led(lambda: [index, 0.1]) == [0, 0.1]
-assert processes.any_of(index == 1) and not processes.any_of(False)
-processes.agree("same", "nothing")
-for what in (lambda: processes.agree(str(index), "its number"), lambda: processes.led(refuse)):
+
+def agree(index, folder):
+    assert placement.leads() == (index == 0)
+    assert placement.texts("é" * (1 + 40 * index)) == ["é", "é" * 41]
+    assert placement.texts("") == ["", ""]
+    assert placement.led(lambda: [index, 0.1]) == [0, 0.1]
+    assert placement.any_of(index == 1) and not placement.any_of(False)
+    placement.agree("same", "nothing")
+
     def refuse():
         raise InputError("no such folder")
+
+    for what in (lambda: placement.agree(str(index), "its number"), lambda: placement.led(refuse)):
+        try:
+            what()
+        except InputError as error:
+            print(error)
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    split = NamedSharding(mesh, PartitionSpec("x"))
+    x = placement.put({"x": jax.numpy.arange(8.0)}, {"x": split})
+    assert placement.whole(x)["x"].tolist() == list(range(8))
+    assert placement.whole({"x": np.arange(4)})["x"].tolist() == list(range(4))
+    kept = checkpoints.Checkpoints(folder, owner=index == 0)
+    kept.save(1, {"state": x}, {"note": "two"})
+    kept.save(2, {"state": jax.tree.map(lambda x: x + 1, x)}, {})
+    kept.save(2, {"state": x}, {})
+    kept.wait()
+    found = kept.restore({"state": x})
+    assert found.step == 2, found
+    assert placement.whole(found.state["state"])["x"].tolist() == list(range(1, 9))
+    kept.close()
+
+
+def open_folders(index):
+    folders._APPEARS = 1.0
+    folders.open_run("shared", "seed = 0\\n").close()
+    print(sorted(os.listdir("shared")))
+    placement.meet()
+    os.makedirs(f"own-{index}", exist_ok=True)
+    os.chdir(f"own-{index}")
     try:
-        what()
+        folders.open_run("run", "seed = 0\\n")
     except InputError as error:
         print(error)
-mesh = Mesh(np.array(jax.devices()), ("x",))
-split = NamedSharding(mesh, PartitionSpec("x"))
-x = placement.put({"x": jax.numpy.arange(8.0)}, {"x": split})
-assert processes.whole(x)["x"].tolist() == list(range(8))
-assert processes.whole({"x": np.arange(4)})["x"].tolist() == list(range(4))
-kept = checkpoints.Checkpoints(folder, owner=index == 0)
-kept.save(1, {"state": x}, {"note": "two"})
-kept.save(2, {"state": jax.tree.map(lambda x: x + 1, x)}, {})
-kept.save(2, {"state": x}, {})
-kept.wait()
-found = kept.restore({"state": x})
-assert found.step == 2, found
-assert processes.whole(found.state["state"])["x"].tolist() == list(range(1, 9))
-kept.close()
-"""
 
 
-def test_two_processes_agree_and_share_a_checkpoint(tmp_path):
-    """What each found is what both know; a checkpoint that both wrote is read by one process."""
-    folder = tmp_path / "checkpoints"
-    running = started(
-        lambda index, address: ["-c", AGREE, str(index), address, str(folder)],
-        count=2,
-        devices=2,
-        folder=tmp_path,
-    )
-    for status, out, err in finished(running, 120):
-        assert status == 0, err
-        assert "process 1 differs from process 0 in its number" in out
-        assert "no such folder" in out
-    like = {"state": {"x": jax.ShapeDtypeStruct((8,), np.float32)}}
-    one = checkpoints.restore(folder, like, step=1)
-    assert one.extra == {"note": "two"}
-    assert one.state["state"]["x"].tolist() == list(range(8))
-
-
-OPEN = """
-import os, pathlib, sys
-from tim_jax.app.run import folders
-from tim_jax.common.errors import InputError
-from tim_jax.placement import processes
-
-index, address = int(sys.argv[1]), sys.argv[2]
-folders._APPEARS = 1.0
-processes.join(address, 2, index)
-folders.open_run("shared", "seed = 0\\n").close()
-print(sorted(os.listdir("shared")))
-processes.meet()
-os.makedirs(f"own-{index}", exist_ok=True)
-os.chdir(f"own-{index}")
-try:
-    folders.open_run("run", "seed = 0\\n")
-except InputError as error:
-    print(error)
-"""
-
-
-def test_a_run_folder_that_processes_do_not_share_is_refused(tmp_path):
-    running = started(
-        lambda index, address: ["-c", OPEN, str(index), address],
-        count=2,
-        devices=1,
-        folder=tmp_path,
-    )
-    for status, out, err in finished(running, 120):
-        assert status == 0, err
-        *_, shared, refused = out.splitlines()  # a library may say that it has connected
-        assert ".shared" not in shared
-        assert "config.toml" in shared
-        assert refused == (
-            f"run.folder = 'run': process 1 does not see in {tmp_path}/own-1/run what process 0"
-            f" wrote to {tmp_path}/own-0/run; it must be on a file system that all processes share"
-        )
-    # Nothing but the folder was made.
-    assert list(tmp_path.glob("own-*/*")) == [tmp_path / "own-0" / "run"]
-    assert not list(tmp_path.glob("own-*/*/*"))
-
-
-WAIT = """
-import sys, time
-from tim_jax.placement import processes
-from tim_jax.app.run import signals
-
-index, address = int(sys.argv[1]), sys.argv[2]
-processes._HEARTBEAT = 10  # of 30 seconds, which the test would wait for
-with signals.print_if_aborted("the others are gone"):
-    processes.join(address, 2, index)
-    print("joined", flush=True)
+index, address, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+placement._HEARTBEAT = 10  # of 30 seconds, which the test would wait for
+with machine.print_if_aborted("the others are gone"):
+    placement.join(address, 2, index)
+    agree(index, folder)
+    open_folders(index)
+    print("waiting", flush=True)
     time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_process_that_only_waits_says_so_when_another_dies(tmp_path, dead):
-    """JAX's coordination aborts it: at once when process 0 is gone, else when heartbeats stop."""
+def together(folder, dead):
+    """What two processes print until they wait, and how they end when `dead` is killed then."""
     running = started(
-        lambda index, address: ["-c", WAIT, str(index), address],
+        lambda index, address: ["-c", TOGETHER, str(index), address, str(folder / "checkpoints")],
         count=2,
-        devices=1,
-        folder=tmp_path,
+        devices=2,
+        folder=folder,
     )
+    outputs = []
     for process in running:
         assert process.stdout is not None
-        assert process.stdout.readline() == "joined\n"
+        lines = iter(process.stdout.readline, "")
+        outputs.append([*itertools.takewhile(lambda line: line != "waiting\n", lines)])
     running[dead].kill()
-    found = finished(running, 60)
+    return outputs, finished(running, 60)
+
+
+@pytest.fixture(scope="module")
+def work_of_two(tmp_path_factory):
+    """The folder of two processes of which the first was killed, what they printed, their ends."""
+    folder = tmp_path_factory.mktemp("two")
+    return folder, *together(folder, dead=0)
+
+
+def test_two_processes_agree_and_share_a_checkpoint(work_of_two):
+    """What each found is what both know; a checkpoint that both wrote is read by one process."""
+    folder, outputs, _ = work_of_two
+    for lines in outputs:
+        assert any("process 1 differs from process 0 in its number" in line for line in lines)
+        assert "no such folder\n" in lines
+    like = {"state": {"x": jax.ShapeDtypeStruct((8,), np.float32)}}
+    one = checkpoints.restore(folder / "checkpoints", like, step=1)
+    assert one.extra == {"note": "two"}
+    assert one.state["state"]["x"].tolist() == list(range(8))
+
+
+def test_a_run_folder_that_processes_do_not_share_is_refused(work_of_two):
+    folder, outputs, _ = work_of_two
+    for lines in outputs:
+        *_, shared, refused = lines  # a library may say that it has connected
+        assert ".shared" not in shared
+        assert "config.toml" in shared
+        assert refused == (
+            f"run.folder = 'run': process 1 does not see in {folder}/own-1/run what process 0"
+            f" wrote to {folder}/own-0/run; it must be on a file system that all processes share\n"
+        )
+    # Nothing but the folder was made.
+    assert list(folder.glob("own-*/*")) == [folder / "own-0" / "run"]
+    assert not list(folder.glob("own-*/*/*"))
+
+
+@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_process_that_only_waits_says_so_when_another_dies(request, tmp_path, dead):
+    """JAX's coordination aborts it: at once when process 0 is gone, else when heartbeats stop."""
+    *_, found = together(tmp_path, 1) if dead else request.getfixturevalue("work_of_two")
     assert found[dead][0] == -signal.SIGKILL
     assert "the others are gone" not in found[dead][2]
     status, _, err = found[1 - dead]
@@ -161,8 +154,8 @@ def test_only_an_abort_prints_the_line(tmp_path):
     for end, status in (("os._exit(3)", 3), ("sys.exit()", 0), ("os.kill(os.getpid(), 9)", -9)):
         code = f"""
 import os, sys
-from tim_jax.app.run import signals
-with signals.print_if_aborted("the others are gone"):
+from tim_jax.common import machine
+with machine.print_if_aborted("the others are gone"):
     {end}
 """
         [(found, out, err)] = finished(
@@ -171,13 +164,51 @@ with signals.print_if_aborted("the others are gone"):
         assert (found, out, err) == (status, "", "")
 
 
+def test_an_abort_after_the_loss_was_said_is_said_last(tmp_path):
+    code = """
+import os
+from jax.errors import JaxRuntimeError
+from tim_jax.app import cli
+
+def lost(arguments):
+    raise JaxRuntimeError("Gloo AllGather failed")
+
+cli._run, cli._leave = lost, lambda status: os.abort()
+several = ["--coordinator", "localhost:1", "--processes", "2", "--process", "0"]
+cli.main(["train", "run.toml", *several])
+"""
+    running = started(lambda *_: ["-c", code], count=1, devices=1, folder=tmp_path)
+    [(status, _, err)] = finished(running)
+    assert status == -signal.SIGABRT
+    gone = "tim-jax: another process of this job is gone; start all again with the same command"
+    said = [line for line in err.splitlines() if line.startswith("tim-jax: ")]
+    assert said == [
+        f"{gone} (Gloo AllGather failed)",
+        f"{gone} (most likely: JAX's runtime aborted this one)",
+    ]
+    assert err.splitlines()[-1] == said[-1]
+
+
+def test_sigterm_ends_a_process_that_looks_for_none(tmp_path):
+    code = """
+import os, sys, time
+from tim_jax import placement
+placement.join(sys.argv[1], 1, 0)
+os.kill(os.getpid(), 15)
+time.sleep(1)
+"""
+    running = started(lambda _, at: ["-c", code, at], count=1, devices=1, folder=tmp_path)
+    [(status, _, err)] = finished(running)
+    assert (status, err) == (-signal.SIGTERM, "")
+
+
 def test_one_process_agrees_with_itself():
-    assert processes.leads()
-    assert processes.texts("x") == ["x"]
-    assert processes.led(lambda: 3) == 3
-    assert processes.any_of(True)
-    assert not processes.any_of(False)
-    processes.agree("x", "what")
+    assert placement.leads()
+    assert placement.texts("x") == ["x"]
+    assert placement.led(lambda: 3) == 3
+    assert placement.any_of(True)
+    assert not placement.any_of(False)
+    placement.agree("x", "what")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +220,7 @@ def test_one_process_agrees_with_itself():
 )
 def test_bad_numbers_are_refused(arguments, message):
     with pytest.raises(InputError, match=message):
-        processes.join(*arguments)
+        placement.join(*arguments)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 7])
@@ -422,11 +453,11 @@ def test_one_process_tells_all_whether_the_memory_suffices(monkeypatch):
     """A process cannot ask another one's devices how much they have."""
     config, asked = toml.load(None, []), []
     monkeypatch.setattr(budget, "_shared_capacity", lambda used: asked.append(used))
-    monkeypatch.setattr(processes, "led", lambda action: None)  # as on any process but 0
-    checks.check_memory(config)
-    checks.check_evaluation(config)
+    monkeypatch.setattr(placement, "led", lambda action: None)  # as on any process but 0
+    planning.check_memory(config)
+    planning.check_evaluation(config)
     assert not asked
-    monkeypatch.setattr(processes, "led", lambda action: action())
-    checks.check_memory(config)
-    checks.check_evaluation(config)
+    monkeypatch.setattr(placement, "led", lambda action: action())
+    planning.check_memory(config)
+    planning.check_evaluation(config)
     assert len(asked) == 2

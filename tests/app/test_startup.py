@@ -17,14 +17,14 @@ import tiny
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from tim_jax import mismatch
+from tim_jax.app import cli
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import assembling, checks, planning, train
+from tim_jax.app.jobs import planning, train
 from tim_jax.app.run import assembly, checkpoints, folders
-from tim_jax.app.run import numerics as run_numerics
 from tim_jax.common.errors import InputError, NonFiniteError
-from tim_jax.instruments.plan.known_models import PUBLISHED
+from tim_jax.instruments.plan.workload import PUBLISHED
 from tim_jax.kernels import pallas
-from tim_jax.model import calibration
+from tim_jax.model import fitting
 from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import lean
 from tim_jax.model.weights import parameter_shapes
@@ -35,27 +35,29 @@ ROOT = Path(__file__).parents[2]
 HEAVY = {"datasets", "flax", "huggingface_hub", "matplotlib", "orbax", "torch", "transformers"}
 
 REPORT = """
-import json, sys
+import contextlib, io, json, sys
 from tim_jax.app import cli
-try:
-    status = cli.main(sys.argv[1:])
-except SystemExit as end:
-    status = end.code
-print(json.dumps([status, list(sys.modules)]))
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        try:
+            status = cli.main(arguments)
+        except SystemExit as end:
+            status = end.code
+    print(json.dumps([status, error.getvalue(), list(sys.modules)]))
 """
 
 
-def imported(*arguments):
-    """Exit status, error and imported modules of a command in a process of its own."""
+def imported(*commands):
+    """Exit status, error and imported modules of each, one after the other in a new process."""
     found = subprocess.run(
-        [sys.executable, "-c", REPORT, *arguments],
+        [sys.executable, "-c", REPORT, json.dumps(commands)],
         capture_output=True,
         text=True,
         check=True,
         cwd=ROOT,
     )
-    status, names = json.loads(found.stdout.splitlines()[-1])
-    return status, found.stderr, set(names)
+    lines = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("[")]
+    return [(status, error, set(names)) for status, error, names in lines]
 
 
 def test_the_package_is_the_command_too():
@@ -70,24 +72,36 @@ def packages(modules):
     return {name.partition(".")[0] for name in modules}
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["train", "configs/quickstart.toml"],
-        ["eval", "configs/quickstart.toml"],
-        ["plan", "configs/quickstart.toml", "--topology", "v5e:2x2"],
-    ],
-    ids=lambda command: command[0],
+# What is said before JAX is imported; then what is said before anything else that is heavy.
+MISSING = {
+    ("diagnose", "tiny", "gone.jsonl"): "rollouts gone.jsonl: no such file",
+    ("report", "gone"): "gone: no such folder",
+    ("generate", "tiny", ""): "the prompt is empty",
+}
+MISTAKEN = (
+    ("train", "configs/quickstart.toml", "learner.mode=foo"),
+    ("eval", "configs/quickstart.toml", "learner.mode=foo"),
+    ("plan", "configs/quickstart.toml", "--topology", "v5e:2x2", "learner.mode=foo"),
 )
-def test_a_mistake_in_a_config_is_named_before_anything_heavy_is_imported(command):
-    status, error, modules = imported(*command, "learner.mode=foo")
-    assert status == 2
-    names = packages(modules)
-    assert error.startswith('tim-jax: command line: learner.mode = "foo": unknown value')
-    assert names.isdisjoint(HEAVY)
-    assert modules.isdisjoint(
-        {"jax.experimental.pallas", "tim_jax.kernels", "tim_jax.policy.sampler"}
-    )
+
+
+def test_mistakes_and_help_wait_for_nothing_heavy():
+    helped, *others = imported(["--help"], *MISSING, *MISTAKEN)
+    assert helped[0] == 0
+    assert {status for status, *_ in others} == {2}
+    early, late = others[: len(MISSING)], others[len(MISSING) :]
+    for modules in (helped[-1], *(modules for *_, modules in early)):
+        assert packages(modules).isdisjoint({*HEAVY, "jax", "numpy", "pydantic"})
+    assert len(early) == len(MISSING)
+    for what, (_, error, _) in zip(MISSING.values(), early, strict=True):
+        assert what in error
+    assert len(late) == len(MISTAKEN)
+    for _, error, modules in late:
+        assert error.startswith('tim-jax: command line: learner.mode = "foo": unknown value')
+        assert packages(modules).isdisjoint(HEAVY)
+        assert modules.isdisjoint(
+            {"jax.experimental.pallas", "tim_jax.kernels", "tim_jax.policy.sampler"}
+        )
 
 
 @pytest.mark.slow
@@ -101,7 +115,8 @@ def test_a_mistake_in_a_config_takes_less_than_importing_jax_twice():
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     def mistaken():
-        assert imported("train", "configs/quickstart.toml", "lerner.mode=bypass")[0] == 2
+        [(status, *_)] = imported(["train", "configs/quickstart.toml", "lerner.mode=bypass"])
+        assert status == 2
 
     def jax_alone():
         subprocess.run([sys.executable, "-c", "import jax"], check=True)
@@ -110,35 +125,13 @@ def test_a_mistake_in_a_config_takes_less_than_importing_jax_twice():
     assert min(taken) < 2 * min(jaxs)
 
 
-@pytest.mark.parametrize(
-    ("command", "what"),
-    [
-        (["diagnose", "tiny", "gone.jsonl"], "rollouts gone.jsonl: no such file"),
-        (["report", "gone"], "gone: no such folder"),
-        (["generate", "tiny", ""], "the prompt is empty"),
-    ],
-    ids=lambda value: value[0],
-)
-def test_what_is_missing_is_named_before_anything_is_imported(command, what):
-    status, error, modules = imported(*command)
-    assert (status, what in error) == (2, True)
-    assert packages(modules).isdisjoint({*HEAVY, "jax", "numpy", "pydantic"})
-
-
-def test_help_waits_for_nothing():
-    status, _, modules = imported("--help")
-    names = packages(modules)
-    assert status == 0
-    assert names.isdisjoint({*HEAVY, "jax", "numpy", "pydantic"})
-
-
 # Kernels by platform
 
 LARGE = from_hf(PUBLISHED["Qwen/Qwen3-0.6B"])
 
 
 def numerics(model=LARGE, **options):
-    return run_numerics.make_numerics("auto", "bfloat16", model, length=128, batch=None, **options)
+    return assembly.make_numerics("auto", "bfloat16", model, length=128, batch=None, **options)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +140,7 @@ def numerics(model=LARGE, **options):
 def test_auto_is_the_exact_family_of_the_platform(platform, family, monkeypatch):
     monkeypatch.setattr(pallas, "platform", lambda: platform)
     assert numerics().family == family
-    assert numerics() == run_numerics.make_numerics(
-        family, "bfloat16", LARGE, length=128, batch=None
-    )
+    assert numerics() == assembly.make_numerics(family, "bfloat16", LARGE, length=128, batch=None)
 
 
 def test_tile_sizes_on_both_sides_are_those_of_the_arm(monkeypatch):
@@ -159,9 +150,9 @@ def test_tile_sizes_on_both_sides_are_those_of_the_arm(monkeypatch):
         wide = ((16, Rows(2, 49)), (24, Rows(1, 8)))
         return replace(numerics, rows_by_contraction=wide, whole_kv=True)
 
-    monkeypatch.setattr(calibration, "calibrate", measured)
+    monkeypatch.setattr(fitting, "calibrate", measured)
     options = {"length": 40, "batch": 4}
-    make = partial(run_numerics.make_numerics, "tiles", "float32", tiny.CONFIG, **options)
+    make = partial(assembly.make_numerics, "tiles", "float32", tiny.CONFIG, **options)
     for changes in ({"rows": 4}, {"attention_rows": 8}, {"kv_block": 16}):
         dial = mismatch.build([{"name": "tile_sizes", **changes}])
         assert make(shared=dial) == dial.numerics(make())
@@ -194,9 +185,7 @@ def test_auto_does_not_fall_back_to_slow_kernels(model, options, words, monkeypa
         'set the family to "tiles" (numerics.family, or --family), which is slower'
     )
     with pytest.raises(InputError, match=r"^[Nn]umerics: "):
-        run_numerics.make_numerics(
-            "pallas_gpu", "float32", model, length=128, batch=None, **options
-        )
+        assembly.make_numerics("pallas_gpu", "float32", model, length=128, batch=None, **options)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
@@ -217,7 +206,7 @@ def test_several_tiles_change_how_products_are_divided_and_nothing_else(platform
 def test_several_tiles_are_refused_where_there_are_none(changed, monkeypatch):
     monkeypatch.setattr(pallas, "platform", lambda: "gpu")
     with pytest.raises(InputError, match=r"numerics\.several_tiles: only the families of kernels"):
-        run_numerics.with_several_tiles(replace(numerics(), **changed))
+        assembly.with_several_tiles(replace(numerics(), **changed))
 
 
 def test_auto_knows_no_kernels_for_other_platforms(monkeypatch):
@@ -239,7 +228,7 @@ class TestResume:
 
     def test_elsewhere_it_is_refused_by_name(self, run):
         with pytest.raises(InputError) as caught:
-            checks.check_resumed(run)
+            train.check_resumed(run)
         assert str(caught.value) == (
             f"{run.run.folder} holds a run whose numerics.family was 'pallas_gpu'; 'auto' is"
             " 'tiles' here: set numerics.family=pallas_gpu, or another run.folder"
@@ -248,27 +237,27 @@ class TestResume:
     def test_the_family_by_name_is_the_same_run(self, run, monkeypatch):
         section = run.numerics.model_copy(update={"family": "pallas_gpu"})
         named = run.model_copy(update={"numerics": section})
-        checks.check_resumed(named)
+        train.check_resumed(named)
         assert "numerics.family" in folders.changeable(named)
         monkeypatch.setattr(pallas, "platform", lambda: "gpu")
-        checks.check_resumed(run)
+        train.check_resumed(run)
 
     def test_a_run_of_an_older_version_has_it_in_its_config(self, run):
         folder = Path(run.run.folder)
         (folder / "numerics.json").write_text('{"numerics": "native float32"}')
-        checks.check_resumed(run)  # what "auto" stood for is not known
+        train.check_resumed(run)  # what "auto" stood for is not known
         text = (folder / "config.toml").read_text().replace('"auto"', '"native"')
         (folder / "config.toml").write_text(text)
         with pytest.raises(InputError, match=r"numerics\.family was 'native'"):
-            checks.check_resumed(run)
+            train.check_resumed(run)
 
     def test_steps_that_are_behind_it_are_refused(self, run, monkeypatch):
         monkeypatch.setattr(checkpoints, "list_steps", lambda folder: [20, 30])
         monkeypatch.setattr(pallas, "platform", lambda: "gpu")
         at = run.run.folder
-        checks.check_resumed(run.model_copy(update={"steps": 30}))
+        train.check_resumed(run.model_copy(update={"steps": 30}))
         with pytest.raises(InputError) as caught:
-            checks.check_resumed(run.model_copy(update={"steps": 29}))
+            train.check_resumed(run.model_copy(update={"steps": 29}))
         assert str(caught.value) == (
             f"steps = 29: the run in {at} is at step 30 already; set steps to 30 or more, or"
             " another run.folder"
@@ -277,15 +266,15 @@ class TestResume:
     def test_older_weights_are_read_in_their_own_tiles_alone(self, run, monkeypatch):
         monkeypatch.setattr(pallas, "platform", lambda: "gpu")
         wide = {"placement": {"tensor": 2, "data": 2}, "run": {"folder": run.run.folder}}
-        checks.check_resumed(toml.build(wide))
+        train.check_resumed(toml.build(wide))
         with pytest.raises(
             InputError, match=r"column_tiles = 1, and placement\.tensor makes them 2"
         ):
-            checks.check_resumed(toml.build({**wide, "sampler": {"max_staleness": 1}}))
+            train.check_resumed(toml.build({**wide, "sampler": {"max_staleness": 1}}))
 
     def test_before_the_first_checkpoint_anything_goes(self, run, monkeypatch):
         monkeypatch.setattr(checkpoints, "list_steps", lambda folder: [])
-        checks.check_resumed(run)
+        train.check_resumed(run)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -300,12 +289,12 @@ def test_worked_solutions_that_are_too_long_are_named_before_the_machine_is_meas
     long = {"sampling": {"max_tokens": 16}, "task": task, "warmup": {"steps": 20}}
     wanted = InputError if training else RuntimeError  # an evaluation needs no worked solutions
     with pytest.raises(wanted) as caught:
-        assembling.assemble(toml.build(long), training=training)
+        train.assemble(toml.build(long), training=training)
     if training:
         assert "has 20 tokens, more than max_tokens = 16: '" in str(caught.value)
     at_once = {**long, "warmup": {"steps": 20, "worked": 0.0}}
     with pytest.raises(RuntimeError):
-        assembling.assemble(toml.build(at_once), training=training)
+        train.assemble(toml.build(at_once), training=training)
 
 
 @pytest.mark.parametrize("refused", [True, False])
@@ -434,7 +423,7 @@ print(float(jax.jit(lambda x: jnp.sin(x).sum())(jnp.arange(8.0))))
 
 
 def test_compiled_programs_are_kept_and_a_damaged_one_is_compiled_again(tmp_path):
-    """In the user's cache folder, by kind of processor; JAX's own variable has the last word."""
+    """In the user's cache folder, by kind of processor."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     environment |= {
         "XDG_CACHE_HOME": str(tmp_path),
@@ -442,11 +431,9 @@ def test_compiled_programs_are_kept_and_a_damaged_one_is_compiled_again(tmp_path
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
-    def printed(**more):
+    def printed():
         command = [sys.executable, "-c", PROGRAM]
-        ended = subprocess.run(
-            command, env=environment | more, capture_output=True, text=True, check=True
-        )
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         return ended.stdout
 
     first = printed()
@@ -455,15 +442,35 @@ def test_compiled_programs_are_kept_and_a_damaged_one_is_compiled_again(tmp_path
     for file in kept:
         file.write_bytes(file.read_bytes()[:40])
     assert printed() == first
-    elsewhere = tmp_path / "elsewhere"
-    assert printed(JAX_COMPILATION_CACHE_DIR=str(elsewhere)) == first
-    assert list(elsewhere.glob("*-cache"))
+
+
+def test_programs_that_were_cut_off_are_removed(tmp_path, monkeypatch):
+    """JAX would neither write them anew nor, before 0.12, keep others beside one without a time."""
+    monkeypatch.setattr(os, "environ", {"XDG_CACHE_HOME": str(tmp_path)})
+    folder = cli._kept_folder() / "programs"
+    folder.mkdir(parents=True)
+    for name, size in {"whole": 9, "empty": 0, "untimed": 9}.items():
+        (folder / f"{name}-cache").write_bytes(bytes(size))
+        if name != "untimed":
+            (folder / f"{name}-atime").write_bytes(bytes(8))
+    cli._keep_programs()
+    assert [path.name for path in folder.glob("*-cache")] == ["whole-cache"]
+
+
+def test_where_jax_was_told_to_keep_programs_they_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for variable in ("JAX_COMPILATION_CACHE_MAX_SIZE", "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
+    cli._keep_programs()
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "elsewhere"
+    assert "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ
 
 
 @pytest.mark.parametrize(("version", "told"), [((0, 10, 1), True), ((0, 11, 2), False)])
 def test_xla_updates_bfloat16_in_place_before_and_after_it_learnt_to(version, told, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", version)
-    numerics = run_numerics.fixed_numerics("tiles", "bfloat16", length=64)
+    numerics = assembly.fixed_numerics("tiles", "bfloat16", length=64)
     option = "xla_disable_hlo_passes"
     assert (option in dict(numerics.compiler_options)) == told
     # A user's list is joined with it, and so is that of an update.
@@ -476,4 +483,4 @@ def test_xla_updates_bfloat16_in_place_before_and_after_it_learnt_to(version, to
     assert len(of_update) > len(wanted)
     other = AbstractDevice("TPU v5 lite", 1, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=other)):
-        assert run_numerics.fixed_numerics("tiles", "bfloat16", length=64).compiler_options == ()
+        assert assembly.fixed_numerics("tiles", "bfloat16", length=64).compiler_options == ()

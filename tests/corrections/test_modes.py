@@ -13,6 +13,7 @@ import itertools
 import pathlib
 import re
 from dataclasses import replace
+from functools import cache
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from tim_jax import corrections
 from tim_jax.common.errors import InputError
 from tim_jax.objectives import Objective, losses
 from tim_jax.rl import learner
-from tim_jax.rl.experience import experience
+from tim_jax.rl.learner import experience
 from tim_jax.rl.types import Learning, TrainState, mini_batch
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "corrections.md"
@@ -152,9 +153,15 @@ def definition(logits, learning: Learning, loss, name, *, index, mini_batches, e
     return tabular.derivative(surrogate, logits)
 
 
+@cache
+def known_updates(mode, loss, name, mini_batches=2, **options):
+    """Of a step that several tests look at."""
+    return updates_of(learning_of(mode, loss, name, **options), mini_batches=mini_batches)
+
+
 def check(mode, loss, name, *, mini_batches=2, **options):
     learning = learning_of(mode, loss, name, **options)
-    found = updates_of(learning, mini_batches=mini_batches)
+    found = known_updates(mode, loss, name, mini_batches, **options)
     expected = [
         definition(logits, learning, loss, name, index=index, mini_batches=mini_batches)
         for index, (logits, *_) in enumerate(found)
@@ -228,7 +235,7 @@ def test_a_running_mean_is_that_of_the_updates_before():
 
 @pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"reinforce", "sapo", "kl_cov"}))
 def test_the_losses_do_clip_in_these_steps(loss):
-    found = [updates_of(learning_of(mode, loss, "none")) for mode in MODES]
+    found = [known_updates(mode, loss, "none") for mode in MODES]
     shares = [
         metrics[f"loss/clipped_{side}_share"]
         for *_, metrics in itertools.chain(*found)
@@ -240,7 +247,7 @@ def test_the_losses_do_clip_in_these_steps(loss):
 @pytest.mark.parametrize("name", sorted(set(CORRECTIONS) - {"none"}))
 @pytest.mark.parametrize("mode", MODES)
 def test_the_corrections_do_correct_in_these_steps(mode, name):
-    found = updates_of(learning_of(mode, "reinforce", name))
+    found = known_updates(mode, "reinforce", name)
     assert any(
         metrics["correction/coefficient_std"] > 0 or metrics["correction/zero_share"] > 0
         for *_, metrics in found
@@ -283,7 +290,7 @@ def test_kl_and_entropy_terms_leave_out_rejected_tokens(mode):
 @pytest.mark.parametrize(("mode", "loss"), [("recompute", "clip"), ("recompute", "reinforce")])
 def test_a_correction_of_the_mismatch_is_taken_once_a_step(mode, loss):
     """On the weights that sampled, in every update: it does not follow the policy."""
-    first, second = updates_of(learning_of(mode, loss, "token_tis"), mini_batches=2)
+    first, second = known_updates(mode, loss, "token_tis")
     whole = batch_at(TRAINER, mode)
     shares = [
         (np.exp(whole.old - whole.rollout) > 1.5)[rows][whole.mask[rows]].mean()
@@ -296,8 +303,7 @@ def test_a_correction_of_the_mismatch_is_taken_once_a_step(mode, loss):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["dppo", "off_policy_sequence_mask"])
 def test_what_is_defined_on_the_current_policy_follows_it(mode, name):
-    learning = learning_of(mode, "clip", name)
-    _, (logits, _, metrics) = updates_of(learning)
+    _, (logits, _, metrics) = known_updates(mode, "clip", name)
     share = {}
     for what, at in (("current", logits), ("sampled", TRAINER)):
         part = batch_at(at, mode).rows(slice(8, 16))

@@ -18,8 +18,7 @@ from tim_jax.app.config import toml
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
 from tim_jax.objectives import Objective
-from tim_jax.rl.experience import experience
-from tim_jax.rl.learner import gradient_rows
+from tim_jax.rl.learner import experience, gradient_rows
 from tim_jax.rl.types import Carried, Learning
 
 SAMPLER = tabular.table(0)
@@ -60,11 +59,17 @@ def our_gradient(early: bool):
     weight = drawn[PAIRS[:, 0]] * drawn[PAIRS[:, 1]] * len(PAIRS)
     rewards = jnp.asarray((WORTH[PAIRS] * weight[:, None]).reshape(-1), jnp.float32)
     state = Carried(learning.correction.init(params))
-    ready = experience(params, None, state, rollout, rewards, score=policy.score, learning=learning)
-    batch = ready.experience
-    weights = learning.objective.token_weights(batch.mask, batch.kept)
-    gradient, _ = gradient_rows(tabular.score, params, batch, weights, learning=learning)
-    return np.asarray(gradient["table"]), np.asarray(batch.kept[::2].any(axis=1))
+
+    @jax.jit
+    def step(params, rollout, rewards):
+        batch = experience(
+            params, None, state, rollout, rewards, score=policy.score, learning=learning
+        ).experience
+        weights = learning.objective.token_weights(batch.mask, batch.kept)
+        gradient, _ = gradient_rows(tabular.score, params, batch, weights, learning=learning)
+        return gradient["table"], batch.kept[::2].any(axis=1)
+
+    return jax.tree.map(np.asarray, step(params, rollout, rewards))
 
 
 def expectation(values):

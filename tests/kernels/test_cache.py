@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from tim_jax.app.run.numerics import fixed_numerics
+from tim_jax.app.run.assembly import fixed_numerics
 from tim_jax.common.types import Prompts
 from tim_jax.instruments.plan import hlo
 from tim_jax.model.execution import Execution, Sampling

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tim_jax import kernels
-from tim_jax.app.run.numerics import fixed_numerics
+from tim_jax.app.run.assembly import fixed_numerics
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.plan import hlo
 from tim_jax.kernels import formulas, native, tiles

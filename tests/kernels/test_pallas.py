@@ -27,9 +27,9 @@ from interpreted import (
 from tim_jax import kernels
 from tim_jax.common.errors import InputError
 from tim_jax.instruments import auditing
-from tim_jax.instruments.plan.known_models import PUBLISHED
+from tim_jax.instruments.plan.workload import PUBLISHED
 from tim_jax.kernels import experts, pallas, pallas_gpu, pallas_tpu
-from tim_jax.kernels.composed import NATIVE
+from tim_jax.kernels.families import NATIVE
 from tim_jax.kernels.pallas_attention import block_of_step
 from tim_jax.model import fitting
 from tim_jax.model.config_file import from_hf
@@ -263,11 +263,19 @@ def reference_head(part, cos, sin, weight, scale):
     return turned * scale
 
 
-@FAMILIES
 @pytest.mark.parametrize(
-    ("dtype", "extras"), [("float32", True), ("bfloat16", True), ("float32", False)]
+    ("kind", "family"),
+    quick.pairs(
+        {
+            "float32": ("float32", True),
+            "bfloat16": ("bfloat16", True),
+            "float32-plain": ("float32", False),
+        },
+        {"gpu": GPU, "tpu": TPU},
+    ),
 )
-def test_project_norms_rotates_and_scales(family, dtype, extras):
+def test_project_norms_rotates_and_scales(kind, family):
+    dtype, extras = kind
     numerics = with_dtype(family, dtype)
     y, cos, sin, optional = project_inputs()
     optional = optional if extras else {}
@@ -301,8 +309,9 @@ def test_project_takes_what_column_tiles_make(family, dtype):
     assert list(map(bits, found)) == list(map(bits, expected))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("pages", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize(
+    ("pages", "dtype"), quick.pairs({"rows": False, "pages": True}, ["float32", "bfloat16"])
+)
 def test_a_projection_into_the_cache_is_one_that_is_then_written(pages, dtype):
     """Of several tokens of a sequence; the last rows of a tile are missing."""
     numerics = with_dtype(GPU, dtype)
@@ -422,9 +431,10 @@ def reference_gradients(query, key, value, at, window, cotangent):
     ("family", "dtype", "window"),
     [
         *(
-            pytest.param(*one.values, window, id=f"{one.id}-{window}")
-            for one in FEW[:2]
+            pytest.param(*one.values, window, id=f"{one.id}-{window}", marks=marks)
+            for one, quickly in zip(FEW[:2], (None, 9), strict=True)
             for window in (None, 9)
+            for marks in [() if window == quickly else pytest.mark.slow]
         ),
         pytest.param(GPU, "float16", 9, id="gpu-float16-9", marks=pytest.mark.slow),
     ],
@@ -478,9 +488,15 @@ def test_gradients_of_attention_are_those_of_each_sequence_alone(family):
     assert [bits(x[1:]) for x in whole] == list(map(bits, alone))
 
 
-@FAMILIES
-@pytest.mark.parametrize(("dtype", "windowed"), [("float32", False), ("bfloat16", True)])
-def test_attention_reads_pages_in_any_order_to_the_same_bits(family, dtype, windowed):
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    quick.pairs(
+        {"gpu": GPU, "tpu": TPU},
+        {"float32": ("float32", False), "bfloat16-windowed": ("bfloat16", True)},
+    ),
+)
+def test_attention_reads_pages_in_any_order_to_the_same_bits(family, kind):
+    dtype, windowed = kind
     numerics = with_dtype(family, dtype)
     block, count = numerics.kv_block, 3
     query, key, value, at = attention_inputs(numerics, count * block - 5)

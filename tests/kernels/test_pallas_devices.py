@@ -99,7 +99,7 @@ def test_sampler_and_learner_lower_for_the_device(family):
         assert text.count(TARGETS[family]) > 8, name
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=5)
 @pytest.mark.parametrize("device", TPUS)
 def test_every_kernel_compiles_for_a_tpu(device):
     """In a process of its own: libtpu wants its environment before JAX is there."""

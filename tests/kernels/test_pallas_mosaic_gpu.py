@@ -14,7 +14,7 @@ import pytest
 from interpreted import CONFIG, GPU, bits, f64, near, normal, refused, rows_alone
 
 from tim_jax import kernels
-from tim_jax.app.run import numerics as run_numerics
+from tim_jax.app.run import assembly
 from tim_jax.common.errors import InputError
 from tim_jax.instruments import auditing
 from tim_jax.instruments.auditing.cases import plain_sampling
@@ -226,6 +226,6 @@ def test_a_tile_without_64_rows_for_a_warpgroup_is_refused(tile, monkeypatch):
 
 
 def test_several_tiles_of_a_run():
-    several = run_numerics.with_several_tiles(MOSAIC_GPU_EXACT_BF16)
+    several = assembly.with_several_tiles(MOSAIC_GPU_EXACT_BF16)
     assert several.gpu == MOSAIC_GPU_BF16_SEVERAL_TILES
     assert several.gpu.block_k == MOSAIC_GPU_EXACT_BF16.gpu.block_k

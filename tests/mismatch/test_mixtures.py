@@ -1,7 +1,7 @@
 """Entries of the dial for mixtures of experts: the choice, its weights, the sum, the capacity."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import dials
@@ -123,15 +123,19 @@ def test_on_both_sides_choice_and_order_are_exact(dtype):
 # --- the choice -------------------------------------------------------------------------------
 
 
+def choice(logits, chooser=None, *, numerics=EXACT_F32, sigmoid=None):
+    """Three experts for every row, by one program."""
+    options = {"count": 3, "normalised": True, "numerics": numerics, "sigmoid": sigmoid}
+    choose = jax.jit(lambda logits, chooser: experts.choice(logits, chooser=chooser, **options))
+    return jax.device_get(choose(logits, chooser))
+
+
 @pytest.mark.parametrize("sigmoid", [False, True])
 def test_a_chooser_chooses_and_does_not_weigh(sigmoid):
     rng = np.random.default_rng(0)
     logits, chooser = rng.standard_normal((2, 40, 8), np.float32)
     rule = experts.Sigmoid(jnp.zeros(8)) if sigmoid else None
-    found = experts.choice(
-        jnp.asarray(logits), count=3, normalised=True, numerics=EXACT_F32, sigmoid=rule,
-        chooser=jnp.asarray(chooser),
-    )  # fmt: skip
+    found = choice(logits, chooser, sigmoid=rule)
     expected = np.argsort(-chooser, axis=1, kind="stable")[:, :3]
     np.testing.assert_array_equal(found.experts, expected)
     np.testing.assert_array_equal(found.own, expected)
@@ -145,16 +149,13 @@ def test_a_chooser_chooses_and_does_not_weigh(sigmoid):
 
 
 def test_by_index_experts_and_weights_go_together():
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((40, 7), np.float32))
+    logits = np.random.default_rng(0).standard_normal((40, 7), np.float32)
     by_index = replace(EXACT_F32, order=Order(experts="index"))
-    plain, found = (
-        experts.choice(logits, count=3, normalised=True, numerics=numerics)
-        for numerics in (EXACT_F32, by_index)
-    )
+    plain, found = (choice(logits, numerics=numerics) for numerics in (EXACT_F32, by_index))
     order = np.argsort(plain.experts, axis=1)
     np.testing.assert_array_equal(found.own, plain.own)
     for one, other in zip(found[:2], plain[:2], strict=True):
-        np.testing.assert_array_equal(one, np.take_along_axis(np.asarray(other), order, axis=1))
+        np.testing.assert_array_equal(one, np.take_along_axis(other, order, axis=1))
 
 
 def test_a_sum_in_compute_is_rounded_after_every_step():
@@ -164,10 +165,8 @@ def test_a_sum_in_compute_is_rounded_after_every_step():
     )
     shares, low = rng.random((9, 3), np.float32), ml_dtypes.bfloat16
     numerics = replace(EXACT_BF16, order=Order(experts_sum="compute"))
-    found = experts.combined(
-        jnp.asarray(residual, low), jnp.asarray(outputs), jnp.asarray(shares),
-        numerics=numerics, shared=jnp.asarray(shared),
-    )  # fmt: skip
+    combined = jax.jit(partial(experts.combined, numerics=numerics))
+    found = combined(residual.astype(low), outputs, shares, shared=shared)
     terms = cast(Any, (outputs * shares[..., None]).astype(low))  # of a dtype that is not NumPy's
     total = terms[:, 0]
     for term in (terms[:, 1], terms[:, 2], shared.astype(low)):
@@ -187,21 +186,18 @@ def test_first_choices_come_before_second_ones_and_rows_in_their_order(most, see
         for row in range(20):
             expected[row, rank] = taken[chosen[row, rank]] < most
             taken[chosen[row, rank]] += 1
-    found = experts.within_capacity(jnp.asarray(chosen), count=5, most=most)
+    found = jax.jit(experts.within_capacity, static_argnames="count")(chosen, count=5, most=most)
     np.testing.assert_array_equal(found, expected)
 
 
 def test_beyond_the_capacity_a_weight_is_0_and_the_others_stay():
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((40, 7), np.float32))
+    logits = np.random.default_rng(0).standard_normal((40, 7), np.float32)
     scarce = replace(EXACT_F32, expert_capacity=0.9)
-    plain, found = (
-        experts.choice(logits, count=3, normalised=True, numerics=numerics)
-        for numerics in (EXACT_F32, scarce)
-    )
-    kept = np.asarray(found.weights) > 0
+    plain, found = (choice(logits, numerics=numerics) for numerics in (EXACT_F32, scarce))
+    kept = found.weights > 0
     np.testing.assert_array_equal(found.experts, plain.experts)
     np.testing.assert_array_equal(found.weights, np.where(kept, plain.weights, 0))
-    loads = np.bincount(np.asarray(found.experts)[kept], minlength=7)
+    loads = np.bincount(found.experts[kept], minlength=7)
     assert loads.max() == -(-0.9 * 40 * 3 // 7)
     assert (~kept).sum() > 10
 

@@ -49,12 +49,12 @@ def moved():
     return jax.jit(dials.EXECUTION.prepare)(tiny.moved(tiny.params(dials.CONFIG)))
 
 
-def compared(tables, weights):
+def compared(tables, weights, trainer=None):
     dial = mismatch.build(tables)
     score = tiny.policy(dials.EXECUTION, LEARNING).score
     compare = jax.jit(programs.comparison(score, dial, aged=dial.stale_updates > 0))
     rollout = dials.rollout(dial)  # by the older weights
-    metrics, _ = compare(weights, dials.weights(), rollout, None)
+    metrics, _ = compare(weights, dials.weights(), rollout, trainer)
     return {k: float(v) for k, v in metrics.items()}
 
 
@@ -67,7 +67,10 @@ def test_drift_is_told_apart_from_mismatch(moved):
 
 
 def test_errors_of_reporting_are_told_apart():
-    found = compared([{"name": "ignored_truncation"}], dials.weights())
+    """By a learner that computes what the sampler drew with, as `test_dial.py` shows of it."""
+    tables = [{"name": "ignored_truncation"}]
+    drawn = dials.rollout(mismatch.build(tables)).drawn_log_probs
+    found = compared(tables, dials.weights(), trainer=drawn)
     assert found["reporting/log_ratio_abs_mean"] == found["mismatch/log_ratio_abs_mean"] > 0
     assert not any(name.startswith("drift") for name in found)
 

@@ -18,7 +18,7 @@ from tim_jax.instruments import auditing
 from tim_jax.model import adapters, hf
 from tim_jax.model.adapters import Adapter, Lora
 from tim_jax.placement import SINGLE, Placement
-from tim_jax.policy import layout, scoring
+from tim_jax.policy import scoring
 from tim_jax.rl import loop, programs
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Carried, Learning
@@ -440,7 +440,7 @@ def test_peft_computes_the_same_logits(tmp_path):
     rollout = tiny.rollout(UNTIED)
     what = replace(execution(config), sampling=tiny.SAMPLING)
     weights = jax.jit(what.prepare)(adapters.whole(adapter.arrays, params))
-    tokens = np.asarray(layout.sequences(rollout))
+    tokens = np.asarray(scoring.sequences(rollout))
     with torch.no_grad():
         logits = model(torch.tensor(tokens, dtype=torch.long)).logits.double().numpy()
     ours = jax.jit(

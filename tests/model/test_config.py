@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.plan.known_models import PUBLISHED as KNOWN_MODELS
+from tim_jax.instruments.plan.workload import PUBLISHED as KNOWN_MODELS
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.config_file import from_hf, to_hf
 from tim_jax.model.rope import RopeConfig
@@ -168,6 +168,9 @@ PUBLISHED = {
     "mistral": MISTRAL,
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
+
+_LINEAR = {"rope_type": "linear", "factor": 2.0}
+_NO_THETA = {key: value for key, value in QWEN2.items() if key != "rope_theta"}
 
 
 def _scaled(**rope):
@@ -457,6 +460,13 @@ def test_yarn_context_defaults():
             _scaled(type="linear", factor=2.0)
             | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
             ["rope_scaling", "rope_parameters", "differ"],
+        ),
+        *(  # transformers would take theta for 10,000
+            (
+                _NO_THETA | {"rope_scaling": _LINEAR, "rope_parameters": {"rope_theta": 1e6} | one},
+                ["rope_scaling", "rope_parameters", "differ"],
+            )
+            for one in (_LINEAR, {})
         ),
         (
             QWEN2 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},

@@ -18,8 +18,8 @@ from tim_jax import kernels, mismatch, objectives, optimizers
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
 from tim_jax.instruments.auditing import random_params
-from tim_jax.instruments.plan.known_models import PUBLISHED
-from tim_jax.mismatch.weights import QuantisedWeights
+from tim_jax.instruments.plan.workload import PUBLISHED
+from tim_jax.mismatch.transfer import QuantisedWeights
 from tim_jax.model import adapters, fitting, parameters, rope, transformer
 from tim_jax.model.adapters import Lora
 from tim_jax.model.config import DENSE, LatentConfig

@@ -20,6 +20,7 @@ from tim_jax.tasks.text import (
     check_prompts,
     dated,
     encode_prompt,
+    unread_options,
 )
 
 TOKENIZER = character_tokenizer(ALPHABET)
@@ -244,6 +245,17 @@ def test_settings_that_contradict_the_file_are_refused(tmp_path):
     assert read(own_folder(tmp_path, added_tokens_decoder=added)).encode("<other>") == [12]
     with pytest.raises(InputError, match=r"add_bos_token is true, but there is no bos_token$"):
         read(own_folder(tmp_path, add_bos_token=True, bos_token=None))
+    with pytest.raises(InputError, match=r"json adds '<s>' to every text, but .* no bos_token;"):
+        read(own_folder(tmp_path, bos=True, bos_token=None))
+
+
+def test_a_tokenizer_that_draws_its_ids_is_refused(tmp_path):
+    file = own_folder(tmp_path) / "tokenizer.json"
+    values = json.loads(file.read_text())
+    values["model"]["dropout"] = 0.1
+    file.write_text(json.dumps(values))
+    with pytest.raises(InputError, match=r"tokenizer.json: dropout 0.1 gives .* other ids each"):
+        read(tmp_path)
 
 
 def test_plain_prompts():
@@ -320,6 +332,21 @@ def test_a_message_that_a_template_writes_as_json_is_kept():
     messages = (Message("user", "1"), Message("tool", '"2"\n'), Message("user", "1"))
     ids = encode_prompt(tokenizer, messages)
     assert tokenizer.decode(ids) == r'1"\"2\"\n"1'
+
+
+@pytest.mark.parametrize(
+    ("options", "unread"),
+    [
+        ({"thinking": False}, []),
+        ({"thinkng": False, "thinking": True}, ["thinkng"]),
+        ({"tools": [], "documents": []}, []),  # transformers', which templates get
+        ({"chat_template": "{{ thinkng }}", "thinkng": 1}, []),
+    ],
+)
+def test_options_that_no_prompt_depends_on(options, unread):
+    assert unread_options(templated(), options, chat_template="auto") == unread
+    assert unread_options(TOKENIZER, options, chat_template="auto") == [*options]
+    assert unread_options(templated(), options, chat_template=False) == [*options]
 
 
 def test_template_refusals():

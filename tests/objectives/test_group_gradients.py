@@ -26,7 +26,7 @@ from tim_jax.objectives import Objective
 from tim_jax.objectives.advantages import Estimator
 from tim_jax.objectives.objective import Aggregation
 from tim_jax.rl import learner
-from tim_jax.rl.experience import experience
+from tim_jax.rl.learner import experience
 from tim_jax.rl.types import Learning, TrainState
 
 ESTIMATORS, AGGREGATIONS = get_args(Estimator), get_args(Aggregation)

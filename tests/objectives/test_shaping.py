@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tim_jax.common.errors import InputError
-from tim_jax.objectives.shaping import AdaptiveKL, kl_penalty, overlong_penalty
+from tim_jax.objectives.advantages import AdaptiveKL, kl_penalty, overlong_penalty
 
 
 def soft_overlong(length, longest, cache):

@@ -175,8 +175,9 @@ def test_samples_prompts_and_keys_differ(indifferent):
 
 
 def test_a_prompts_name_and_not_its_row_decides_its_draws(indifferent):
-    drawn = sample(indifferent, prompts_of([1], [1], ids=[4, 4]), sampling=Sampling(20))
-    np.testing.assert_array_equal(drawn.responses[0], drawn.responses[1])
+    prompts = prompts_of([1], [1], ids=[4, 4])
+    drawn = sample(indifferent, prompts, samples=3, sampling=Sampling(20))
+    np.testing.assert_array_equal(drawn.responses[:3], drawn.responses[3:])
 
 
 def test_greedy_samples_of_a_group_are_the_same():
@@ -306,8 +307,10 @@ def pool_program():
     traces, execution = [], Execution(CONFIG, tiny.NUMERICS, SAMPLING)
 
     @jax.jit
-    def program(weights, prompts, key):
+    def sample(
+        weights, prompts, key
+    ):  # by this name, and for four samples, it is the pool's program
         traces.append(1)
-        return sampler.sample(weights, prompts, key, execution=execution, samples=2)
+        return sampler.sample(weights, prompts, key, execution=execution, samples=4)
 
-    return prepared(tiny.params(CONFIG)), program, traces
+    return prepared(tiny.params(CONFIG)), sample, traces

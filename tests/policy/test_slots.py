@@ -20,16 +20,17 @@ from tim_jax.policy import sampler, slots
 from tim_jax.rl import sharded
 from tim_jax.rl.programs import sampling_program
 
+CONFIG = replace(tiny.CONFIG, max_positions=80)
 LONG = replace(
     tiny.EXECUTION,
-    config=replace(tiny.CONFIG, max_positions=80),
+    config=CONFIG,
     sampling=replace(tiny.SAMPLING, max_tokens=70),
 )
 
 
 @cache
 def weights(execution=LONG):
-    return jax.jit(execution.prepare)(tiny.params())
+    return jax.jit(execution.prepare)(tiny.params(CONFIG))
 
 
 @cache
@@ -175,7 +176,8 @@ def test_what_was_in_a_slot_does_not_reach_the_next_sequence():
         cache=jax.tree.map(lambda x: jnp.full(x.shape, jnp.inf), before.cache),
         working=jnp.asarray([False, True, False]),
     )
-    after, waiting = slots.refill(before, queue.waiting, queue, results, steps=4)
+    refill = jax.jit(partial(slots.refill, steps=4))
+    after, waiting = refill(before, queue.waiting, queue, results)
     assert not waiting.any()
     assert after.working.tolist() == [True, True, False]
     assert after.sequences.tolist()[0] == 1
@@ -221,10 +223,10 @@ def test_slots_that_do_not_divide_over_the_mesh_are_refused():
         sampling_program(two, samples=tiny.GROUP, batching=Batching(3))
 
 
-@given(st.integers(1, 12), st.integers(1, 12), st.data())
-@settings(max_examples=25)
-def test_any_divisor_makes_equal_parts_that_come_back_in_order(prompts, samples, data):
-    total = prompts * samples
+@given(st.sampled_from([(1, 6), (4, 3), (6, 4), (5, 2)]), st.data())  # each compiled
+@settings(max_examples=15)
+def test_any_divisor_makes_equal_parts_that_come_back_in_order(sizes, data):
+    (prompts, samples), total = sizes, sizes[0] * sizes[1]
     parts = data.draw(st.sampled_from([n for n in range(1, total + 1) if total % n == 0]))
     blocks, shares = sharded.split(prompts, samples, parts)
     assert blocks * shares == parts

@@ -74,6 +74,11 @@ def steps_of(run, state=None, history=(), *, steps=STEPS, exact=False):
     return [step._replace(state=jax.tree.map(jnp.array, step.state)) for step in following]
 
 
+@cache
+def whole(ahead):
+    return steps_of(built(ahead))
+
+
 def told(steps, *, but=()):
     """What steps say and end with, to the bit."""
     return [
@@ -89,9 +94,9 @@ def told(steps, *, but=()):
 
 def test_two_steps_ahead_is_learning_from_weights_of_two_updates_ago():
     """The entry `stale_weights` of the dial draws late what this draws early."""
-    early, late = steps_of(built(2)), steps_of(built(dial=STALE))
+    early, late = whole(2), steps_of(built(dial=STALE))
     assert told(early, but=BITS) == told(late, but=BITS)
-    assert told(early, but=BITS) != told(steps_of(built(1)), but=BITS)
+    assert told(early, but=BITS) != told(whole(1), but=BITS)
 
 
 @pytest.mark.parametrize("mode", quick.some(["bypass", "recompute"], 1))
@@ -127,7 +132,7 @@ def test_devices_of_its_own_change_no_bit_and_are_its_own():
 
 @pytest.mark.parametrize("after", [1, 3])
 def test_from_any_step_on_it_is_the_run_that_was_not_interrupted(after):
-    expected = steps_of(built(2))
+    expected = whole(2)
     begun = steps_of(built(2), steps=after)  # the run was to end here, and goes on
     assert told(begun) == told(expected[:after])
     for stop in (begun[-1], expected[after - 1]):
@@ -236,15 +241,16 @@ def test_weights_that_change_within_a_response_draw_what_each_would(where):
     numerics = replace(tiny.NUMERICS, column_tiles=where.tensor)
     config = replace(CONFIG, num_kv_heads=2)
     what = replace(EXECUTION, config=config, numerics=numerics, placement=where)
-    ages = [jax.jit(what.prepare)(tiny.moved(tiny.params(config), seed=s)) for s in range(3)]
+    prepare = jax.jit(what.prepare)
+    ages = [prepare(tiny.moved(tiny.params(config), seed=s)) for s in range(3)]
     key, prompts = jax.random.key(0), tiny.prompts(count=4)
     program = programs.in_flight_program(what, samples=tiny.GROUP, mismatch=FLIGHT)
     rollout = jax.device_get(program(ages, prompts, key))
     assert rollout.lengths.min() <= 3
     assert rollout.lengths.max() > 6
-    score = tiny.policy(what).score
+    score = jax.jit(tiny.policy(what).score)
     for start, end, weights in zip((0, 3, 6), (3, 6, 8), ages, strict=True):
-        own = jax.device_get(jax.jit(score)(weights, rollout)[0])
+        own = jax.device_get(score(weights, rollout)[0])
         shown = rollout.mask[:, start:end]
         assert shown.sum() > 5
         assert tiny.bits(own[:, start:end][shown]) == tiny.bits(

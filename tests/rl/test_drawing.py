@@ -93,7 +93,8 @@ def draw(task, *, seed=0, step=1, refills=0, greedy=False, prompts=PROMPTS, **ch
     objective = replace(made.training.learning.objective, **{"estimator": "rloo", **changes})
     made = tiny.varied(made, objective=objective)
     made = tiny.varied(made, prompts_per_step=prompts, refills=refills)
-    return drawing.draw("weights", task, TEXT, programs=made, seed=seed, step=step), sampler
+    begun = drawing.begin("weights", task, TEXT, programs=made, seed=seed, step=step)
+    return drawing.finish(begun), sampler
 
 
 def names_of(drawn):
@@ -145,7 +146,7 @@ def test_without_refills_a_step_is_its_prompts_in_the_order_of_the_run():
     assert drawn.metrics["without_signal"] == all(silent)
     assert not any(name.startswith("refill/") for name in drawn.metrics)
     assert drawn.greedy_rewards is None
-    assert set(drawn.seconds) == {"sampling", "grading"}
+    assert set(drawn.timing) == {"seconds_sampling", "seconds_grading"}
 
 
 def test_groups_without_signal_give_their_places_to_others():

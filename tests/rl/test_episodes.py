@@ -25,7 +25,9 @@ from tim_jax.policy import sampler, scoring
 from tim_jax.rl import episodes
 from tim_jax.rl.programs import weights_program
 from tim_jax.rl.rules import Turns
-from tim_jax.tasks.episodes import Outcome, SharedAsker
+from tim_jax.rl.types import cut_rollout
+from tim_jax.tasks.base import Outcome
+from tim_jax.tasks.environments import SharedAsker
 
 ROOM = 150
 SAMPLING = Sampling(ROOM, stop_tokens=(3, 5))
@@ -50,11 +52,16 @@ def weights(execution=EXACT):
 
 @cache
 def scorer(execution=EXACT):
-    return jax.jit(lambda w, r: scoring.score(w, r, execution=execution).log_probs)
+    @jax.jit
+    def unequal(weights, rollout):
+        scored = scoring.score(weights, rollout, execution=execution).log_probs
+        return jnp.sum(rollout.mask & unequal_bits(scored, rollout.log_probs))
+
+    return unequal
 
 
 def play(environment=None, batching=ROWS, execution=EXACT, *, seed=7, **others):
-    return episodes.play(
+    played = episodes.play(
         weights(execution),
         tiny.prompts(),
         jax.random.key(seed),
@@ -63,12 +70,17 @@ def play(environment=None, batching=ROWS, execution=EXACT, *, seed=7, **others):
         states=[[] for _ in range(tiny.PROMPTS)],
         text=lambda tokens: " ".join(map(str, tokens)),
     )
+    return played._replace(rollout=jax.device_get(played.rollout))
 
 
 def unequal(rollout, execution=EXACT):
-    rollout = jax.device_get(rollout)
-    scored = scorer(execution)(weights(execution), rollout)
-    return int((unequal_bits(scored, rollout.log_probs) & np.asarray(rollout.mask)).sum())
+    """Tokens whose scores are others than recorded; of as many rows at a time as there are samples,
+    so that one program scores episodes of any number of rows."""
+    rollout, found = replace(rollout, parts=1, drawn_log_probs=None), 0
+    for start in range(0, len(rollout.lengths), tiny.ROWS):
+        some = jax.tree.map(lambda x, at=start: x[at : at + tiny.ROWS], rollout)
+        found += int(scorer(execution)(weights(execution), some))
+    return found
 
 
 def same(left, right):
@@ -128,10 +140,11 @@ def test_scoring_sees_a_reply_that_was_another():
     """The comparison is of the whole context: one token of a reply changes what follows."""
     rollout = reference().rollout
     replies = ~np.asarray(rollout.drawn) & (np.arange(ROOM) < np.asarray(rollout.lengths)[:, None])
-    row, column = np.argwhere(replies)[0]
-    other = (rollout.responses[row, column] + 1) % CONFIG.vocab_size
-    changed = replace(rollout, responses=rollout.responses.at[row, column].set(other))
-    assert unequal(changed) > 0
+    last = replies[:, :-1] & np.asarray(rollout.drawn)[:, 1:]  # of a reply, within the window
+    row, column = np.argwhere(last)[0]
+    responses = rollout.responses.copy()
+    responses[row, column] = (responses[row, column] + 1) % CONFIG.vocab_size
+    assert unequal(replace(rollout, responses=responses)) > 0
 
 
 @pytest.mark.parametrize("batching", [ROWS, slow(SLOTS)])
@@ -158,7 +171,7 @@ def test_keys_and_values_of_every_position_are_computed_once(batching, monkeypat
     counting = compiled._replace(extend=extend, decode=decode)
     monkeypatch.setattr(f"{__name__}.programs", lambda *_: counting)
     played = play(batching=batching)
-    assert len(set(taken)) == len(taken) == played.metrics["extended_tokens"] > 500
+    assert len(set(taken)) == len(taken) == played.extended > 500
     # All but each episode's last token, whose keys and values nobody reads.
     lengths = np.asarray(played.rollout.lengths)
     assert len(taken) + sum(drawn) == (lengths - 1).sum()
@@ -166,7 +179,8 @@ def test_keys_and_values_of_every_position_are_computed_once(batching, monkeypat
 
 def test_what_pages_lack_is_computed_again_and_changes_no_bit():
     tight = play(batching=PAGES)
-    assert tight.metrics["extended_tokens"] > reference().metrics["extended_tokens"]
+    assert tight.extended > reference().extended
+    assert tight.metrics == reference().metrics
     with pytest.raises(InputError, match="pages = 3 on each device do not hold"):
         play(batching=Batching(slots=4, pages=3))
 
@@ -189,12 +203,12 @@ def test_late_replies_in_any_order_change_no_bit(batching):
 
 def test_an_episode_of_one_turn_is_the_single_turn_sampler_s():
     draw = jax.jit(sampler.sample, static_argnames=("execution", "samples"))
-    short = replace(EXACT, sampling=replace(SAMPLING, max_tokens=40))
+    short = replace(EXACT, sampling=replace(SAMPLING, max_tokens=TURNS.max_tokens))
     alone = draw(weights(), tiny.prompts(), jax.random.key(7), execution=short, samples=tiny.GROUP)
-    played = play(Replying(ending=1.0), execution=short, turns=Turns(1, 40)).rollout
+    played = play(Replying(ending=1.0), turns=Turns(1, TURNS.max_tokens)).rollout
     assert played.drawn is not None
     assert played.drawn.sum() == played.lengths.sum()
-    assert same(replace(played, drawn=None), alone)
+    assert same(cut_rollout(replace(played, drawn=None), TURNS.max_tokens), alone)
 
 
 # --- on meshes -------------------------------------------------------------------------------
@@ -219,10 +233,10 @@ def test_episodes_of_a_mesh_are_those_of_one_device(what, where, batching):
     assert unequal(here.rollout, what) == 0
     for name in ("rewards", "turn_rewards", "failed"):
         np.testing.assert_array_equal(getattr(here, name), getattr(alone, name))
-    extended = here.metrics.pop("extended_tokens"), alone.metrics["extended_tokens"]
     # How many pages are taken back depends on when replies come.
-    assert extended[0] >= extended[1] if batching.pages else extended[0] == extended[1]
-    assert here.metrics.items() <= alone.metrics.items()
+    more = here.extended - alone.extended
+    assert more >= 0 if batching.pages else more == 0
+    assert here.metrics == alone.metrics
 
 
 @pytest.mark.slow
@@ -246,12 +260,13 @@ def test_a_sampler_that_differs_on_purpose_differs_on_a_mesh_in_the_same_way():
 
 SEVERAL = """
 import sys
-from tim_jax.placement import Placement, processes
+from tim_jax import placement
+from tim_jax.placement import Placement
 index, address, *paths = sys.argv[1:]
-processes.join(address, 2, int(index))
+placement.join(address, 2, int(index))
 sys.path += paths
 import test_episodes as tests
-environment = tests.Replying(shuffled=True) if processes.leads() else "never asked"
+environment = tests.Replying(shuffled=True) if placement.leads() else "never asked"
 where = tests.replace(tests.EXACT, placement=Placement(fsdp=2))
 print(tests.digest(tests.play(environment, tests.Batching(slots=4, pages=22), where)))
 """
@@ -404,7 +419,7 @@ def test_every_sample_has_a_state_of_its_own():
 
 
 def test_completions_are_what_was_drawn_with_their_end_token_and_keys_of_their_own():
-    environment = Replying(ending=0.3)
+    environment = Replying(2, ending=0.3)  # no turn is cut for want of room
     played = play(environment)
     turns = [turn for call in environment.asked for turn in call]
     assert len({tuple(turn.key.tolist()) for turn in turns}) == len(turns)
@@ -552,7 +567,7 @@ def test_a_new_row_computes_only_what_differs_from_the_one_before():
 
     played = play(Scripted(shortened))
     assert played.metrics["cuts"] == len(expected) == tiny.ROWS
-    assert played.metrics["extended_tokens"] == sum(expected) > 0
+    assert played.extended == sum(expected) > 0
 
 
 def test_a_row_without_room_for_the_conversation_ends_its_episode():
@@ -588,6 +603,6 @@ def test_masks_and_lengths_are_of_drawn_tokens():
     np.testing.assert_array_equal(rollout.mask, rollout.drawn)
     np.testing.assert_array_equal(rollout.drawn_lengths, rollout.drawn.sum(1))
     assert (rollout.drawn_lengths < rollout.lengths).any()
-    hiding = replace(rollout, hidden=rollout.drawn & (jnp.arange(ROOM)[None, :] == 0))
+    hiding = replace(rollout, hidden=rollout.drawn & (np.arange(ROOM)[None, :] == 0))
     np.testing.assert_array_equal(hiding.drawn_lengths, rollout.drawn_lengths)
     assert hiding.mask.sum() < rollout.mask.sum()

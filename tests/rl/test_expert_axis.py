@@ -22,7 +22,7 @@ from tim_jax.model import hf, parameters
 from tim_jax.model.config import LatentConfig
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Routing
 from tim_jax.numerics import Numerics
-from tim_jax.placement import SINGLE, Placement, exchange
+from tim_jax.placement import SINGLE, Placement, collectives
 from tim_jax.rl import loop, programs, sharded
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
@@ -59,7 +59,7 @@ def made_on(where: Placement, on, numerics: Numerics):
             experts=choice,
             ops=kernels.family(numerics),
             numerics=numerics,
-            exchange=exchange.over(where, count=E),
+            exchange=collectives.exchange(where, count=E),
         )
         found, transpose = jax.vjp(call, x, gate_up, down)
         return found, transpose(cotangent)
@@ -123,7 +123,7 @@ def check(where, kind, numerics):
 
 @pytest.mark.parametrize("kind", quick.some(["drawn", "one"], 0))
 def test_outputs_have_the_bits_of_one_device(kind):
-    for size in (2, 4, 8):
+    for size in (2, 8):
         check(Placement(expert=size), kind, tiny.NUMERICS)
 
 
@@ -137,10 +137,10 @@ def test_outputs_in_bfloat16_have_the_bits_of_one_device():
 def test_what_tpus_and_gpus_move_is_the_same(monkeypatch, kind):
     def ragged(x, counts, *, most, block):
         del block
-        return exchange._ragged(x, counts, most=most)
+        return collectives._ragged(x, counts, most=most)
 
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
-    monkeypatch.setattr(exchange, "_dense", ragged)
+    monkeypatch.setattr(collectives, "_dense", ragged)
     check(Placement(expert=4), kind, tiny.NUMERICS)
 
 

@@ -1,7 +1,10 @@
 """The loop: the same run from the same seed, and from any of its steps on."""
 
+import itertools
+import math
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,18 +13,21 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from hypothesis import given
+from hypothesis import strategies as st
 from reference import reference_log_probs
 
 from tim_jax import corrections, objectives, optimizers
-from tim_jax.app.jobs import checks
+from tim_jax.app.jobs import train
 from tim_jax.app.run import folders
 from tim_jax.common.errors import InputError, MismatchError, NonFiniteError
 from tim_jax.common.types import Prompts
 from tim_jax.model.execution import Sampling
 from tim_jax.policy import scoring
-from tim_jax.rl import drawing, evaluation, learner, loop, programs, warm_start
+from tim_jax.rl import drawing, learner, loop, programs
 from tim_jax.rl.drawing import Text
-from tim_jax.rl.experience import experience
+from tim_jax.rl.learner import experience
+from tim_jax.rl.loop import pass_at_k, scores
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Carried, Learning, TrainState
 from tim_jax.tasks import base, builtin
@@ -86,8 +92,8 @@ def sampler(samples):
 
 
 @cache
-def whole(seed=0):
-    return list(finished(seed=seed))
+def whole():
+    return list(finished())
 
 
 def told(steps):
@@ -103,7 +109,7 @@ def test_same_seed_same_metrics_samples_and_parameters():
 
 
 def test_another_seed_is_another_run():
-    assert told(whole(1))[0][1:3] != told(whole())[0][1:3]
+    assert told([next(finished(seed=1))])[0][1:3] != told(whole())[0][1:3]
 
 
 @pytest.mark.slow
@@ -366,11 +372,11 @@ def test_remax_compares_with_the_reward_of_the_greedy_response():
     assert not np.asarray(best.log_probs).any()
 
 
-def prepared(objective, rollout, rewards, **given):
+def prepared(objective, rollout, rewards):
     """A step's preparation in bypass mode, which needs no model."""
     learning = Learning(objective, tiny.GROUP)
     how = {"score": tiny.policy(EXECUTION, learning).score, "learning": learning}
-    return experience({}, None, Carried(()), rollout, jnp.asarray(rewards), **given, **how)
+    return jax.jit(partial(experience, {}, None, Carried(()), **how))(rollout, rewards)
 
 
 def ragged(lengths):
@@ -521,7 +527,7 @@ def looked_at(task, *, training=True):
 
         return base.Generated(make, len(getattr(task, name)))
 
-    checks.check_prompts(replace(task, **{n: noting(n) for n in read}), TEXT, training=training)
+    train.check_prompts(replace(task, **{n: noting(n) for n in read}), TEXT, training=training)
     return read
 
 
@@ -540,17 +546,17 @@ def test_a_prompt_at_hand_is_checked_wherever_it_stands(part):
     task = replace(make_task(), **{part: rows})
     name = {"train": "prompt", "evaluation": "held-out prompt"}[part]
     with pytest.raises(InputError, match=rf"^{name} 998 \(a.jsonl, line 999\) has 8 tokens, at"):
-        checks.check_prompts(task, TEXT, training=True)
+        train.check_prompts(task, TEXT, training=True)
 
 
 def test_an_evaluation_does_not_mind_what_is_trained_on():
     long = replace(make_task(), train=(Example("1+2+3+4=", "0"),))
-    checks.check_prompts(long, TEXT, training=False)
-    checks.check_prompts(replace(long, train=()), TEXT, training=False)
+    train.check_prompts(long, TEXT, training=False)
+    train.check_prompts(replace(long, train=()), TEXT, training=False)
     with pytest.raises(InputError, match="has no prompts to train on"):
-        checks.check_prompts(replace(long, train=()), TEXT, training=True)
+        train.check_prompts(replace(long, train=()), TEXT, training=True)
     with pytest.raises(InputError, match="held-out prompt 0 has 8 tokens"):
-        checks.check_prompts(replace(long, evaluation=long.train), TEXT, training=False)
+        train.check_prompts(replace(long, evaluation=long.train), TEXT, training=False)
 
 
 def test_completions_end_where_the_response_does():
@@ -574,7 +580,7 @@ def test_chat_prompts_are_shown_as_text():
 
 def evaluated(task, *, prompts=5, samples=2, batch=2, key=0, solved=1.0):
     weights = built().prepare(tiny.params(CONFIG))
-    return evaluation.evaluate(
+    return loop.evaluate(
         weights,
         task,
         TEXT,
@@ -627,7 +633,7 @@ PAIRS = [("1+2=", "1 3#3"), ("4=", "4#4"), ("2+2=", "2 4#4")]
 
 
 def demonstrations(size=8):
-    return warm_start.demonstrations(PAIRS, TEXT, response_size=size)
+    return loop.demonstrations(PAIRS, TEXT, response_size=size)
 
 
 def test_demonstrations_are_rollouts_that_end():
@@ -652,7 +658,7 @@ def test_warm_start_learns_its_pairs_and_leaves_its_input_whole():
     params = tiny.params(CONFIG)
     before = tiny.bits(params)
     batches = iter([demonstrations()] * 40)
-    run = warm_start.warm_start(params, batches, execution=EXECUTION, learning_rate=1e-2, steps=40)
+    run = loop.warm_start(params, batches, execution=EXECUTION, learning_rate=1e-2, steps=40)
     losses, last = [], params
     for last, loss in run:  # noqa: B007
         losses.append(loss)
@@ -664,9 +670,14 @@ def test_warm_start_learns_its_pairs_and_leaves_its_input_whole():
     assert np.sqrt(sum(np.sum(leaf**2) for leaf in moved)) > 0.1
 
 
-def test_warm_start_of_one_step():
-    """There is no room for a rise of the learning rate."""
-    run = warm_start.warm_start(
+def test_warm_start_of_one_step(monkeypatch):
+    """There is no room for a rise of the learning rate, whatever is learnt."""
+
+    def score(weights, rollout, **_):
+        return SimpleNamespace(log_probs=rollout.log_probs - jnp.sum(weights["final_norm"]))
+
+    monkeypatch.setattr(scoring, "score", score)
+    run = loop.warm_start(
         tiny.params(CONFIG),
         iter([demonstrations()]),
         execution=EXECUTION,
@@ -786,3 +797,71 @@ def test_an_update_with_nothing_to_learn_from_is_left_out_of_means():
     taught = {"tokens": 6.0, "entropy": 1.5, "correction/coefficient_min": 0.5}
     assert loop.joined([silent, taught, silent]) == {**taught, "tokens": 2.0}
     assert loop.joined([silent, silent]) == silent
+
+
+def test_an_update_whose_tokens_are_all_rejected_is_left_out_of_what_is_of_the_others():
+    kept = {"tokens": 6.0, "entropy": 1.0, "correction/removed_share": 0.5}
+    kept |= {"loss/ppo_ratio_mean": 1.0, "loss/ppo_ratio_min": 1.0, "update_skew": 0.25}
+    none = {"loss/ppo_ratio_mean": 0.0, "loss/ppo_ratio_min": 0.0, "update_skew": 0.0}
+    lost = kept | none | {"entropy": 3.0, "correction/removed_share": 1.0}
+    shared = {"entropy": 2.0, "correction/removed_share": 0.75}
+    assert loop.joined([lost, kept]) == kept | shared
+    assert loop.joined([lost, lost]) == lost
+
+
+@pytest.mark.parametrize("samples", range(1, 8))
+def test_pass_at_k_by_brute_force(samples):
+    for correct, k in itertools.product(range(samples + 1), range(1, samples + 1)):
+        solved = [i < correct for i in range(samples)]
+        subsets = list(itertools.combinations(solved, k))
+        expected = sum(any(subset) for subset in subsets) / len(subsets)
+        assert pass_at_k(np.array(correct), samples, k) == pytest.approx(expected, abs=1e-14)
+
+
+@given(st.integers(1, 2000), st.data())
+def test_pass_at_k_against_exact_binomials(samples, data):
+    correct = data.draw(st.integers(0, samples))
+    k = data.draw(st.integers(1, samples))
+    # Integers divided at the end: exact up to the last rounding, however large they are.
+    ways = math.comb(samples, k)
+    expected = (ways - math.comb(samples - correct, k)) / ways
+    assert pass_at_k(np.array([correct]), samples, k)[0] == pytest.approx(expected, abs=1e-12)
+
+
+def test_scores():
+    rewards = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]], np.float32)
+    found = scores(rewards, [1, 2, 4])
+    assert found["mean@4"] == found["pass@1"] == found["reward"] == 7 / 16
+    assert found["pass@2"] == pytest.approx((1 / 2 + 5 / 6 + 0 + 1) / 4)
+    assert found["pass@4"] == 3 / 4
+    assert found["prompts"] == 4
+    assert found["reward_error"] == pytest.approx(found["pass@1_error"])
+    assert found["pass@4_error"] == pytest.approx(np.std([1, 1, 0, 1], ddof=1) / 2)
+    alone = scores(rewards[:1], [1])
+    assert alone["reward_error"] == alone["pass@1_error"] == 0.0
+
+
+def test_partial_rewards_do_not_count_as_solved():
+    rewards = np.array([[0.5, 0.5]])
+    assert scores(rewards, [1])["pass@1"] == 0.0
+    assert scores(rewards, [2], solved=0.5)["pass@2"] == 1.0
+    assert scores(rewards, [1])["mean@2"] == 0.5
+
+
+def test_the_interval_of_a_score_is_right_in_95_of_100_draws():
+    rng = np.random.default_rng(0)
+    chances = rng.uniform(size=(2000, 64, 1))  # a chance for each prompt; their mean is 1/2
+    rewards = (rng.uniform(size=(2000, 64, 4)) < chances).astype(float)
+    inside = [abs(x.mean() - 0.5) < 1.96 * scores(x, ())["reward_error"] for x in rewards]
+    assert 0.93 < np.mean(inside) < 0.97
+
+
+def test_refusals():
+    with pytest.raises(InputError, match=r"k must be in 1..4 .*, got 5"):
+        scores(np.zeros((2, 4)), [5])
+    with pytest.raises(InputError, match="k must be"):
+        pass_at_k(np.array([1]), 4, 0)
+    with pytest.raises(InputError, match=r"counts must be in 0..4, got 1..5"):
+        pass_at_k(np.array([1, 5]), 4, 2)
+    with pytest.raises(InputError, match="prompt 1, sample 0 has nan"):
+        scores(np.array([[1.0], [np.nan]]), [1])

@@ -19,9 +19,8 @@ from tim_jax.numerics import EXACT_F32
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import scoring
 from tim_jax.rl import loop, programs
-from tim_jax.rl.micro_batches import cut_rollout
 from tim_jax.rl.training import Training
-from tim_jax.rl.types import Learning
+from tim_jax.rl.types import Learning, cut_rollout
 
 CONFIG = tiny.MIXTURE
 EXECUTION = Execution(CONFIG, tiny.NUMERICS, tiny.SAMPLING, routing="compared")
@@ -267,7 +266,9 @@ def test_the_load_balancing_loss_evens_the_load():
     learning = Learning(objective, tiny.GROUP, routing="compared")
     run = programs.build(
         Training(
-            replace(EXECUTION, routing="own"), learning, optimizers.adamw(optimizers.Rate(3e-2))
+            replace(EXECUTION, routing="own"),
+            learning,
+            optimizers.adamw(optimizers.Rate(3e-2)),
         )
     )
     state, seen = run.init(params), []

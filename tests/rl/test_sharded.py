@@ -309,9 +309,7 @@ def test_gradients_come_back_in_parts_added_in_the_order_of_the_devices():
 
 
 @pytest.mark.parametrize(
-    "where",
-    [Placement(data=2, fsdp=2), pytest.param(Placement(data=4), marks=pytest.mark.slow)],
-    ids=str,
+    "where", quick.some([Placement(data=2, fsdp=2), Placement(data=4)], 0), ids=str
 )
 def test_an_update_only_gathers_and_exchanges(where):
     """Statistics of tokens are worked out whole on every device, with nothing to reduce."""
@@ -446,9 +444,8 @@ def test_groups_may_be_split_over_devices(count, where):
 
 def test_rows_that_do_not_divide_are_refused():
     what = execution(Placement(fsdp=8), numerics=tiny.NUMERICS)
-    weights = programs.weights_program(what)(tiny.params(CONFIG))
     with pytest.raises(InputError, match=r"data x fsdp = 8 must divide the 4 sequences"):
-        built(what).sample(weights, tiny.prompts(count=1), jax.random.key(0))
+        built(what).sample({}, tiny.prompts(count=1), jax.random.key(0))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,14 +16,14 @@ from tim_jax import objectives, optimizers
 from tim_jax.common.errors import InputError
 from tim_jax.model.execution import Batching, Sampling
 from tim_jax.placement import Placement
-from tim_jax.rl import drawing, evaluation, loop, programs
+from tim_jax.rl import drawing, loop, programs
 from tim_jax.rl.drawing import Text
-from tim_jax.rl.experience import experience
+from tim_jax.rl.learner import experience
 from tim_jax.rl.rules import Turns
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Carried, Learning
 from tim_jax.tasks import builtin
-from tim_jax.tasks.episodes import History, Outcome
+from tim_jax.tasks.base import History, Outcome
 from tim_jax.tasks.text import character_tokenizer
 
 TOKENIZER: Any = character_tokenizer(builtin.ALPHABET)
@@ -125,7 +126,7 @@ def test_metrics_of_episodes_are_of_what_was_drawn_first_and_failures_of_all():
         used = replace(built(), training=TRAINING.varied(refills=refills))
         weights = used.prepare(tiny.params(EXECUTION.config))
         how = {"programs": used, "environment": Alike(), "seed": 0, "step": 1}
-        return drawing.draw(weights, TASK, TEXT, **how).metrics
+        return drawing.finish(drawing.begin(weights, TASK, TEXT, **how)).metrics
 
     once, again = draw(0), draw(1)
     assert again["refill/rounds"] == 1.0
@@ -151,7 +152,7 @@ def test_tools_of_the_template_s_options_and_of_an_environment_are_refused():
 def evaluated(environment, text=TEXT):
     played = built().episodes
     assert played is not None
-    return evaluation.evaluate(
+    return loop.evaluate(
         built().prepare(tiny.params(EXECUTION.config)),
         TASK,
         text,
@@ -257,7 +258,7 @@ def drawn_and_cut():
     environment = bridged(text, "cut")
     weights = built().prepare(tiny.params(EXECUTION.config))
     how = {"programs": built(), "environment": environment, "seed": 0, "step": 1}
-    return drawing.draw(weights, TASK, text, **how)
+    return drawing.finish(drawing.begin(weights, TASK, text, **how))
 
 
 def experienced(rollout, rewards, *of_turns, **options):
@@ -394,60 +395,57 @@ def test_an_evaluation_counts_episodes_and_not_their_rows():
 # --- credit ----------------------------------------------------------------------------------
 
 
-def test_a_turn_may_be_given_the_rewards_from_it_on_alone():
+def two_turns(hidden=()):
+    """Responses of two turns of three tokens, with a reply's between, and the turns' rewards."""
+    column = np.arange(10)[None, :] + np.zeros((tiny.ROWS, 1), np.int32)
     rollout = replace(
-        tiny.rollout(),
-        drawn=jnp.arange(10)[None, :] % 4 < jnp.asarray([[3]] * tiny.ROWS),
+        jax.device_get(tiny.rollout()),
+        drawn=column % 4 < 3,
+        lengths=np.full(tiny.ROWS, 8, np.int32),
+        hidden=np.isin(column, hidden),
     )
-    rewards = np.zeros((tiny.ROWS, 10), np.float32)
-    rewards[:, 2], rewards[:, 6] = 1.0, 4.0
-    learning = Learning(objectives.Objective(estimator="reinforce"), tiny.GROUP, credit="turn")
+    return rollout, np.where(column == 2, 1, np.where(column == 6, 4, 0)).astype(np.float32)
 
-    def advantages(*of_turns):
-        return experience(
-            {},
-            None,
-            Carried(()),
-            replace(rollout, lengths=jnp.full(tiny.ROWS, 8)),
-            jnp.asarray(rewards.sum(1)),
-            None,
-            *of_turns,
-            score=lambda *_: (jnp.zeros((tiny.ROWS, 10)), None),
-            learning=learning,
-        ).experience.advantages
 
-    np.testing.assert_array_equal(advantages(), np.full(tiny.ROWS, 5.0, np.float32))
-    returns = np.asarray(advantages(jnp.asarray(rewards)))[0]
+@jax.jit
+def credited(rollout, rewards, *of_turns):
+    objective = objectives.Objective(estimator="reinforce")
+    learning = Learning(objective, tiny.GROUP, credit="turn")
+    how = {"score": lambda *_: (jnp.zeros((tiny.ROWS, 10)), None), "learning": learning}
+    given = rollout, jnp.sum(rewards, axis=1), None, *of_turns
+    return experience({}, None, Carried(()), *given, **how).experience.advantages
+
+
+def test_a_turn_may_be_given_the_rewards_from_it_on_alone():
+    rollout, rewards = two_turns()
+    np.testing.assert_array_equal(credited(rollout, rewards), np.full(tiny.ROWS, 5.0, np.float32))
+    returns = np.asarray(credited(rollout, rewards, rewards))[0]
     assert returns[:7].tolist() == [5.0] * 3 + [0.0] + [4.0] * 3  # the reply has none
 
 
 @pytest.mark.parametrize("masked", [[6], [2, 6], [4, 5, 6]])
 def test_a_turns_reward_outlives_its_last_token(masked):
     """Masked, dropped or rejected: the other tokens up to there have it."""
-    drawn = jnp.arange(10)[None, :] % 4 < jnp.asarray([[3]] * tiny.ROWS)
-    whole = replace(tiny.rollout(), drawn=drawn, lengths=jnp.full(tiny.ROWS, 8))
-    rewards = np.zeros((tiny.ROWS, 10), np.float32)
-    rewards[:, 2], rewards[:, 6] = 1.0, 4.0
-    learning = Learning(objectives.Objective(estimator="reinforce"), tiny.GROUP, credit="turn")
-
-    def advantages(rollout):
-        return experience(
-            {},
-            None,
-            Carried(()),
-            rollout,
-            jnp.asarray(rewards.sum(1)),
-            None,
-            jnp.asarray(rewards),
-            score=lambda *_: (jnp.zeros((tiny.ROWS, 10)), None),
-            learning=learning,
-        ).experience.advantages
-
-    hidden = jnp.isin(jnp.arange(10), jnp.asarray(masked))[None, :] & jnp.ones_like(drawn)
-    found, expected = (np.asarray(advantages(x)) for x in (replace(whole, hidden=hidden), whole))
+    (whole, rewards), (masking, _) = two_turns(), two_turns(masked)
+    found, expected = (np.asarray(credited(x, rewards, rewards)) for x in (masking, whole))
     left = np.setdiff1d(np.arange(8), masked)
     np.testing.assert_array_equal(found[:, left], expected[:, left])
     assert not found[:, masked].any()
+
+
+def test_a_turns_reward_outlives_an_end_that_a_shorter_shape_has_no_place_for():
+    """The dial has dropped the ends, after which the responses fit half of their width."""
+    (rollout, _), rewards = two_turns(), np.zeros((tiny.ROWS, 10), np.float32)
+    rewards[:, 2], rewards[:, 5] = 1, 4
+    short = replace(rollout, lengths=np.full(tiny.ROWS, 5, np.int32))
+    taken = []
+    learning = Learning(objectives.Objective(estimator="reinforce"), tiny.GROUP, credit="turn")
+    training = SimpleNamespace(learning=learning, length_buckets=2)
+    built: Any = SimpleNamespace(training=training, experience=lambda *given: taken.extend(given))
+    state: Any = SimpleNamespace(carried=None)
+    with pytest.raises(AttributeError):  # nothing is made of what was taken
+        loop.learn(state, None, short, jnp.zeros(1), programs=built, turn_rewards=rewards)
+    assert taken[-1].tolist() == [[0.0, 0.0, 1.0, 0.0, 4.0]] * tiny.ROWS
 
 
 # --- what there is not -----------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Algorithm 1 to the letter; the detector on seeded traces, at its edges, across a resume; VCPO."""
 
+import functools
 import importlib
 import pathlib
 import sys
@@ -27,6 +28,7 @@ from tim_jax.schedules import (
 
 SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
 UNTYPED = cast(Any, schedules)  # takes what a type checker would refuse
+share_of = jax.jit(effective_sample_size)
 
 
 @pytest.fixture(scope="module")
@@ -38,24 +40,36 @@ def traces():
         sys.path.pop(0)
 
 
-def scales(transform, lengths, inner=None) -> tuple[np.ndarray, Any]:
-    """The factors on the updates over a run, and the last state."""
-    chain = transform if inner is None else optax.chain(inner, transform)
+TRIGGERED = length_triggered_decay()
 
+
+@functools.partial(jax.jit, static_argnums=0)
+def run_chain(chain, lengths):
     def step(state, length):
         update, state = chain.update(jnp.ones(()), state, response_length=length)
         return state, update
 
-    state, factors = jax.lax.scan(step, chain.init(jnp.ones(())), jnp.asarray(lengths, jnp.float32))
+    return jax.lax.scan(step, chain.init(jnp.ones(())), lengths)
+
+
+def scales(transform, lengths, inner=None) -> tuple[np.ndarray, Any]:
+    """The factors on the updates over a run, and the last state."""
+    chain = transform if inner is None else optax.chain(inner, transform)
+    state, factors = run_chain(chain, np.float32(lengths))
     return np.asarray(factors), state
 
 
-def feed(detector, lengths):
+@functools.partial(jax.jit, static_argnums=0)
+def run_detector(detector, lengths):
     def step(state, length):
         state = detector.update(state, length)
         return state, state
 
-    return jax.lax.scan(step, detector.init(), jnp.asarray(lengths, jnp.float32))
+    return jax.lax.scan(step, detector.init(), lengths)
+
+
+def feed(detector, lengths):
+    return run_detector(detector, np.float32(lengths))
 
 
 def surge(at=110, steps=300, height=3500.0, spread=0.03, seed=0):
@@ -69,6 +83,17 @@ def steps_like(surged):
     return pytest.approx(surged, abs=2)
 
 
+@jax.jit
+def fixed_decay(period, floor):
+    def step(state, _):
+        update, state = decay.update(jnp.ones(()), state)
+        return state, update
+
+    decay = length_decay(period, floor=floor)
+    state, factors = jax.lax.scan(step, decay.init(jnp.ones(())), length=100)
+    return factors, state
+
+
 @given(period=st.integers(1, 40), floor=st.floats(0.0, 1.0), initial=st.floats(1e-7, 1.0))
 @settings(deadline=None, max_examples=25)
 def test_fixed_decay_is_algorithm_1(period, floor, initial):
@@ -77,7 +102,7 @@ def test_fixed_decay_is_algorithm_1(period, floor, initial):
         if t % period == 0:
             rate = max(rate / 2, floor * initial)
         expected.append(rate)
-    factors, state = scales(length_decay(period, floor=floor), np.ones(100))
+    factors, state = fixed_decay(np.int32(period), np.float32(floor))
     np.testing.assert_allclose(initial * np.float64(factors), expected, rtol=1e-6)
     assert int(state.step) == 100
 
@@ -91,7 +116,7 @@ def test_default_floor_is_a_tenth_and_the_first_halving_falls_on_the_period():
 
 @pytest.mark.parametrize("at", [90, 110])
 def test_the_surge_sets_the_period_and_algorithm_1_follows(at):
-    factors, state = scales(length_triggered_decay(), surge(at, steps=800))
+    factors, state = scales(TRIGGERED, surge(at, steps=800))
     period = int(state.decay.period)
     assert abs(period - round(1.8 * at)) <= 4
     fixed, _ = scales(length_decay(period), np.ones(800))
@@ -120,12 +145,12 @@ def test_the_surge_sets_the_period_and_algorithm_1_follows(at):
     ids=["warm-up and cosine", "constant", "adam"],
 )
 def test_schedules_compose_under_it(inner):
-    lengths = surge(60, steps=300)
+    lengths = surge(60)
     # optax's own schedules and moments promote dtypes implicitly.
     with jax.numpy_dtype_promotion("standard"):
         alone, _ = scales(optax.with_extra_args_support(optax.identity()), lengths, inner)
-        both, _ = scales(length_triggered_decay(), lengths, inner)
-    factors, _ = scales(length_triggered_decay(), lengths)
+        both, _ = scales(TRIGGERED, lengths, inner)
+    factors, _ = scales(TRIGGERED, lengths)
     assert factors.min() < 0.5
     np.testing.assert_allclose(both, alone * factors, rtol=1e-6)
 
@@ -180,6 +205,28 @@ def test_finds_sudden_surges_soon_and_dates_all_to_five_steps(traces):
             assert abs(np.median(found.period / (1.8 * onset)) - 1) <= 0.02, name
 
 
+@pytest.mark.parametrize("window", [6, 7, 8, 12])
+def test_a_jump_is_dated_to_its_step_by_the_shortest_windows(window):
+    """Six is the shortest that there is. Eight jumps of three times, without noise and with 2%."""
+    detector = SurgeDetector(window=window, gap=5, hold=5, recent=2, minimum=1)
+    at = np.repeat(np.arange(8, 16), 2)[:, None]
+    noise = np.random.default_rng(0).normal(0.0, 0.02, (at.size, 26))
+    noise[::2] = 0.0
+    lengths = np.where(np.arange(1, 27) < at, 10.0, 30.0) * np.exp(noise)
+
+    def dated(lengths):
+        return jax.lax.scan(lambda s, x: (detector.update(s, x), None), detector.init(), lengths)
+
+    state, _ = jax.jit(jax.vmap(dated))(lengths.astype(np.float32))
+    assert np.array_equal(state.surge_step, at[:, 0])
+
+
+def test_no_window_is_shorter_than_six():
+    for window in range(1, 6):
+        with pytest.raises(InputError, match="must lie in"):
+            SurgeDetector(window=window, gap=5, hold=5, recent=2, minimum=1)
+
+
 def test_growth_that_was_none_is_not_taken_for_the_start_of_a_surge(traces):
     """20 shapes: growth of 1.2 to 1.7 times, level up to 60 steps, then three times as long."""
     drawn = traces.Maker(2000, 20).after_growth(1, 10, 0.1)
@@ -206,7 +253,7 @@ def test_a_burst_is_no_surge_until_it_has_held(steps, onset):
 
 @pytest.mark.parametrize("steps", [20, 60, 110])
 def test_a_return_from_a_dip_is_no_surge_and_a_rise_beyond_it_is(steps):
-    lengths = np.full(400, 2000.0)
+    lengths = np.full(300, 2000.0)
     lengths[130 : 130 + steps] = 700.0
     assert int(feed(SurgeDetector(), lengths)[0].surge_step) == 0
     lengths[130 + steps :] = 4000.0
@@ -223,7 +270,7 @@ def test_a_slow_surge_is_dated_to_its_beginning_not_to_its_finding():
 
 def test_a_map_over_runs_finds_what_each_finds():
     lengths = np.stack([surge(60, seed=1), surge(150, seed=2), np.full(300, 700.0)])
-    mapped = jax.vmap(lambda x: feed(SurgeDetector(), x)[0])(jnp.asarray(lengths, jnp.float32))
+    mapped = jax.vmap(lambda x: run_detector(SurgeDetector(), x)[0])(np.float32(lengths))
     for i, line in enumerate(lengths):
         alone, _ = feed(SurgeDetector(), line)
         for left, right in zip(jax.tree.leaves(mapped), jax.tree.leaves(alone), strict=True):
@@ -241,7 +288,7 @@ def test_it_does_not_look_ahead():
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped():
     lengths = surge(60, steps=200)
-    transform = length_triggered_decay()
+    transform = TRIGGERED
     update = jax.jit(lambda state, x: transform.update(jnp.ones(()), state, response_length=x))
     for stop in (40, 63, 150):
         state = transform.init(jnp.ones(()))
@@ -256,28 +303,28 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped():
 
 
 def test_a_second_surge_does_not_move_the_period():
-    lengths = np.concatenate([surge(80, steps=200), 3.2 * surge(60, steps=200)])
-    _, state = scales(length_triggered_decay(), lengths)
-    _, first = scales(length_triggered_decay(), lengths[:200])
+    lengths = np.concatenate([surge(80, steps=150), 3.2 * surge(60, steps=150)])
+    _, state = scales(TRIGGERED, lengths)
+    _, first = scales(TRIGGERED, np.where(np.arange(300) < 150, lengths, np.nan))
     assert int(first.decay.period) > 0
     assert int(state.decay.period) == int(first.decay.period)
     assert float(state.surge.recent) > 3 * float(first.surge.recent) * 0.9
 
 
 def test_without_a_surge_the_scale_stays_one():
-    factors, state = scales(length_triggered_decay(), np.full(500, 700.0))
+    factors, state = scales(TRIGGERED, np.full(300, 700.0))
     assert np.all(factors == 1.0)
     assert int(state.decay.period) == int(state.surge.surge_step) == 0
 
 
 def test_lengths_pinned_at_the_maximum():
-    pinned = np.full(200, 8192.0)
-    half = np.concatenate([np.full(100, 5200.0), pinned])
+    pinned = np.full(300, 8192.0)
+    half = np.concatenate([np.full(100, 5200.0), pinned[100:]])
     with_limit = SurgeDetector(max_length=8192)
     assert int(feed(with_limit, pinned)[0].surge_step) == 0
     assert int(feed(with_limit, half)[0].surge_step) == 101
     assert int(feed(SurgeDetector(), half)[0].surge_step) == 0, "1.58 times is no surge by itself"
-    below = np.concatenate([np.full(100, 3800.0), np.full(100, 6000.0)])
+    below = np.concatenate([np.full(100, 3800.0), np.full(200, 6000.0)])
     assert int(feed(with_limit, below)[0].surge_step) == 0
 
 
@@ -300,9 +347,8 @@ def test_a_length_every_fourth_update_is_a_step_of_four_updates():
 
 
 def test_lengths_may_come_as_an_array_of_integers():
-    transform = length_triggered_decay()
-    state = transform.init(jnp.ones(()))
-    _, state = transform.update(jnp.ones(()), state, response_length=jnp.asarray([10, 20, 60]))
+    step = jax.jit(lambda state, x: TRIGGERED.update(jnp.ones(()), state, response_length=x)[1])
+    state = step(TRIGGERED.init(jnp.ones(())), jnp.asarray([10, 20, 60]))
     assert isinstance(state, schedules.TriggeredDecayState)
     assert float(state.surge.recent) == pytest.approx(30.0)
 
@@ -348,7 +394,8 @@ def test_every_state_of_the_library_can_be_donated(name):
 
     donated = jax.jit(update, donate_argnums=0)
     state = donated(donated(transform.init(start)))
-    expected = update(update(transform.init(start)))
+    plain = jax.jit(update)
+    expected = plain(plain(transform.init(start)))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), state, expected)
 
 
@@ -460,7 +507,7 @@ def test_decay_arguments_may_be_scheduled():
 
 
 def test_arguments_of_the_reactive_decay_may_be_scheduled():
-    lengths = surge(60, steps=200)
+    lengths = surge(60)
     with jax.numpy_dtype_promotion("standard"):
         make = optax.inject_hyperparams(length_triggered_decay)
         got, _ = scales(make(multiple=lambda t: 1.5, floor=lambda t: 0.2), lengths)
@@ -513,6 +560,8 @@ def test_the_step_is_scaled_by_the_root_of_the_effective_sample_size():
     assert np.all(np.isnan(factor(jnp.float32(np.nan))["b"]))
     with pytest.raises(InputError, match="needs the extra argument 'effective_sample_size'"):
         transform.update(params, transform.init(params))
+    with pytest.raises(InputError, match=r"has shape \(3,\); it must be one number"):
+        factor(jnp.ones(3))  # of which each column of "a" would take one
 
 
 def test_after_adam_it_scales_the_step_and_before_it_does_not():
@@ -538,7 +587,7 @@ def test_effective_sample_size_is_the_share_of_the_metric():
     padded = jnp.append(sums, jnp.nan)
     valid = jnp.asarray([True] * 7 + [False])
     weights = np.exp(np.float64(sums))
-    share = float(jax.jit(effective_sample_size)(padded, valid))
+    share = float(share_of(padded, valid))
     assert share == pytest.approx(weights.sum() ** 2 / (7 * (weights**2).sum()), rel=1e-5)
     metric = jax.jit(lambda *batch: metrics.mismatch_metrics(*batch)["ess_sequence"])
     assert share == pytest.approx(float(metric(train, rollout, jnp.asarray(mask))), rel=1e-5)
@@ -549,10 +598,15 @@ def test_effective_sample_size_is_the_share_of_the_metric():
     [([0.7] * 4, 1.0), ([0, -60, -60, -60], 0.25), ([60.0] * 4, 1.0), ([0, np.nan, 0, 0], np.nan)],
 )
 def test_effective_sample_size_at_its_edges(log_weights, share):
-    values, valid = jnp.asarray(log_weights, jnp.float32), jnp.ones(4, bool)
-    got = effective_sample_size(values, valid)
-    np.testing.assert_allclose(got, share, rtol=1e-6)
-    assert float(effective_sample_size(values, ~valid)) == 1.0
+    values, valid = np.float32(log_weights), np.ones(4, bool)
+    np.testing.assert_allclose(share_of(values, valid), share, rtol=1e-6)
+    assert float(share_of(values, ~valid)) == 1.0
+
+
+@pytest.mark.parametrize("shapes", [((3, 3), (3, 3)), ((3,), (2, 3)), ((3, 1), (3,))])
+def test_the_effective_sample_size_of_tokens_is_refused(shapes):
+    with pytest.raises(InputError, match=r"must both be \[batch\]"):
+        effective_sample_size(*(jnp.ones(shape) for shape in shapes))
 
 
 def test_a_decay_of_each_device_has_a_state_of_its_own():
@@ -575,8 +629,6 @@ def test_a_decay_of_each_device_has_a_state_of_its_own():
 
 
 def test_the_effective_sample_size_reads_valid_as_bools():
-    weights = jnp.asarray([0.0, 0.2, -1.5, 0.0])
-    lengths = jnp.asarray([3, 9, 5, 0])
-    found, expected = (schedules.effective_sample_size(weights, x) for x in (lengths, lengths > 0))
-    assert float(found) == float(expected)
-    assert float(schedules.effective_sample_size(jnp.zeros(0), jnp.ones(0, bool))) == 1.0
+    weights, lengths = jnp.asarray([0.0, 0.2, -1.5, 0.0]), jnp.asarray([3, 9, 5, 0])
+    assert float(share_of(weights, lengths)) == float(share_of(weights, lengths > 0))
+    assert float(share_of(np.zeros(0, np.float32), np.ones(0, bool))) == 1.0

@@ -9,10 +9,10 @@ import pytest
 from bpe import tokenizer
 
 from tim_jax.common.errors import InputError
+from tim_jax.tasks.base import Answer, Completion, Turn
 from tim_jax.tasks.bridges import Bridge, Bridged
 from tim_jax.tasks.builtin import ALPHABET
 from tim_jax.tasks.environments import Here
-from tim_jax.tasks.episodes import Answer, Completion, Turn
 from tim_jax.tasks.text import character_tokenizer
 from tim_jax.tasks.tools import calculator, tools
 

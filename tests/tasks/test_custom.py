@@ -8,12 +8,18 @@ import pytest
 
 import tim_jax as tim
 from tim_jax.common.errors import InputError
-from tim_jax.tasks.base import Example, Grade, Message, SharedGrader, state_of
-from tim_jax.tasks.custom import answer_rewards, isolated_task, load_reward, make_task
-from tim_jax.tasks.episodes import Packed
+from tim_jax.tasks.base import Example, Grade, Message, Packed, SharedGrader, state_of
+from tim_jax.tasks.custom import (
+    IsolatedReward,
+    answer_rewards,
+    isolated_task,
+    load_reward,
+    make_task,
+)
 
 SOURCE = """
 import math
+import sys
 import numpy as np
 
 seen = []
@@ -55,6 +61,13 @@ def of_texts(completions, **columns):
 
 def raises(prompts, completions, answers):
     raise KeyError("no such thing\\nsecond line")
+
+def long(prompts, completions, answers):
+    raise ValueError("x" * 10**6)
+
+def closes(prompts, completions, answers):
+    sys.stdout.close()
+    return [1.0 for _ in completions]
 """
 EPISODES = """
 from tim_jax.tasks.base import Example, Task, in_turns
@@ -125,6 +138,7 @@ def test_other_sequences_of_numbers():
         ("words", "my_rewards:words must return finite numbers, got '1' at 0"),
         ("holes", "my_rewards:holes must return finite numbers, got None at 1"),
         ("raises", r"my_rewards:raises raised KeyError: .*no such thing"),
+        ("long", r"my_rewards:long raised ValueError: x{497}\.\.\.$"),
     ],
 )
 def test_bad_returns(name, message):
@@ -172,6 +186,16 @@ def test_a_task_made_elsewhere_keeps_the_states_of_its_episodes(here):
         isolated_task("my_episodes:with_environment", {}, seconds=30.0)
 
 
+def test_a_reward_may_close_its_standard_output(here, capfd):
+    reward = IsolatedReward("my_rewards:closes", seconds=30.0)
+    try:
+        for _ in range(2):
+            assert reward(EXAMPLES, COMPLETIONS) == [Grade(1.0)] * 2
+    finally:
+        reward.close()
+    assert capfd.readouterr().err == ""
+
+
 def test_a_tasks_grader_may_give_scalars_of_numpy_and_jax(here):
     (here / "my_graded.py").write_text(GRADED)
     task = make_task("my_graded:make", {})
@@ -184,11 +208,16 @@ def test_a_tasks_grader_may_give_scalars_of_numpy_and_jax(here):
 
 
 def test_a_function_of_one_row_names_its_arguments_in_their_order():
-    def graded(completion, answer):
+    def graded(completion, prompt, answer):
+        return 0.0
+
+    def ungraded(completion, answer):
         return 0.0
 
     with pytest.raises(InputError, match=r"per_item: graded is given \(prompt, completion, answer"):
         tim.per_item(cast(Any, graded))
+    with pytest.raises(InputError, match="per_item: ungraded must take three arguments"):
+        tim.per_item(cast(Any, ungraded))
 
 
 def test_current_folder_of_a_program_started_elsewhere(here, tmp_path):

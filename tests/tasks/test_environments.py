@@ -8,6 +8,7 @@ import re
 import resource
 import time
 from collections import Counter
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,18 +19,8 @@ import pytest
 
 from tim_jax.common.errors import InputError
 from tim_jax.tasks import environments, guard
-from tim_jax.tasks.base import Message
-from tim_jax.tasks.environments import Guarded, Here
-from tim_jax.tasks.episodes import (
-    Asker,
-    Completion,
-    Failure,
-    Outcome,
-    Packed,
-    Recorded,
-    Reply,
-    Turn,
-)
+from tim_jax.tasks.base import Completion, Failure, Message, Outcome, Packed, Reply, Turn
+from tim_jax.tasks.environments import Asker, Guarded, Here, Recorded
 
 HOSTILE = """
 import asyncio, math, os, resource, signal, subprocess, sys, threading, time
@@ -252,19 +243,26 @@ def turn(text, state: Any = 0, key=(1, 2), number=0):
     return Turn(0, 0, number, completion, state, np.array(key, np.uint32))
 
 
-def test_300_hostile_replies_each_end_in_one_outcome(guarded):
+@pytest.fixture(scope="module")
+def hostile(guarded):
+    """300 hostile texts and as many good ones; the answers to them, and the seconds they took."""
     cheap = [name for name in NAMES if name not in FATAL]
     texts = [*FATAL, *(cheap[i % len(cheap)] for i in range(300 - len(FATAL)))]
     good = [f"good {i}" for i in range(20)]
     asked = [text for pair in zip(texts, good * 15, strict=True) for text in pair]
     began = time.monotonic()
     answers = list(guarded.answers([turn(text, "before") for text in asked]))
-    assert time.monotonic() - began < 30
+    return asked, answers, time.monotonic() - began
+
+
+def test_300_hostile_replies_each_end_in_one_outcome(hostile):
+    asked, answers, seconds = hostile
+    assert seconds < 30
     assert sorted(index for index, _ in answers) == list(range(len(asked)))
     kinds = Counter()
     for index, answer in answers:
         text = asked[index]
-        if text in good:
+        if text.startswith("good"):
             assert (answer.failure, answer.reward, answer.content) == (None, 0.5, "before")
             assert not answer.done
             continue
@@ -281,18 +279,9 @@ def test_300_hostile_replies_each_end_in_one_outcome(guarded):
     assert set(kinds) == set(get_args(Failure))
 
 
-def test_what_failures_say(guarded):
-    texts = [
-        "takes memory",
-        "nan",
-        "raises",
-        "sleeps",
-        "is killed",
-        "surrogate",
-        "huge text",
-        "text for a reply",
-    ]
-    said = {texts[i]: a.failure for i, a in guarded.answers([turn(text) for text in texts])}
+def test_what_failures_say(hostile):
+    asked, answers, _ = hostile
+    said = {asked[index]: answer.failure for index, answer in answers}
     assert said["nan"] == "reply: reward must be a finite number of at most 1e+15 in size, got nan"
     assert said["takes memory"].startswith("raised: MemoryError")
     assert said["raises"] == "raised: KeyError: 'no such thing\\nsecond line'"
@@ -325,6 +314,20 @@ def test_outcomes_come_as_they_are_there(guarded):
     next(left)
     left.close()  # what a caller leaves
     assert len(list(guarded.answers(asked[1:]))) == 8
+
+
+@pytest.mark.slow
+def test_closing_while_turns_are_answered_asks_none_of_them_again(source):
+    asked = [turn("sleeps")] * 8
+    for _ in range(4):
+        environment = Guarded(f"{source}:respond", seconds=20.0, workers=4, memory=2)
+        with ThreadPoolExecutor(1) as threads:
+            answers = threads.submit(lambda one: list(one.answers(asked)), environment)
+            time.sleep(1)
+            began = time.monotonic()
+            environment.close()
+            assert time.monotonic() - began < 10
+            assert isinstance(answers.exception(), CancelledError)
 
 
 def test_an_option_with_a_default_is_not_the_key(source):

@@ -4,8 +4,8 @@ import pytest
 
 from tim_jax.common.errors import InputError
 from tim_jax.tasks.base import Grade, Message
+from tim_jax.tasks.dataset import SYSTEM, gym_task
 from tim_jax.tasks.guard import Limits
-from tim_jax.tasks.libraries import SYSTEM, gym_task
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
 LIMITS = Limits(seconds=1.0, workers=1)
@@ -91,7 +91,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("name", ["n_queens", "puzzle24"])
+@pytest.mark.parametrize("name", ["n_queens", pytest.param("puzzle24", marks=pytest.mark.slow)])
 def test_scorers_that_run_what_the_policy_wrote(name, tmp_path):
     """Both pass an answer to eval (puzzle24 by sympy)."""
     target = tmp_path / "touched"
@@ -126,6 +126,6 @@ def test_bad_parameters(name, parameters, message):
 
 
 def test_missing_extra_is_named(monkeypatch):
-    monkeypatch.setattr("tim_jax.tasks.libraries.find_spec", lambda name: None)
+    monkeypatch.setattr("tim_jax.tasks.dataset.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'tim-jax\[gym\]'"):
         gym_task("countdown")

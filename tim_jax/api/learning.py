@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,22 @@ import numpy as np
 import optax
 
 from tim_jax import placement
-from tim_jax.api import foreign
-from tim_jax.api.foreign import Response
 from tim_jax.api.model import Model, check_jax, check_model
-from tim_jax.api.rollouts import Rollout, as_rows
-from tim_jax.api.steps import Started, Step, start
-from tim_jax.api.training import IN_TRAINING, named, settle
-from tim_jax.common import waiting
+from tim_jax.api.rollouts import Rollout, padded, read_rows
+from tim_jax.api.training import IN_TRAINING, Step, named, settle, start
+from tim_jax.common import types, waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import check_whole, refuse_all_but, shown
 from tim_jax.corrections import Correction
+from tim_jax.instruments.diagnosis import evidence
+from tim_jax.instruments.diagnosis.declared import Distribution
+from tim_jax.instruments.diagnosis.rollouts import Response
+from tim_jax.model.execution import Execution
 from tim_jax.objectives import Objective
 from tim_jax.rl import drawing, loop, programs
-from tim_jax.rl.drawing import Drawn
+from tim_jax.rl.drawing import Drawn, Sample
 from tim_jax.rl.training import Sampler, Training
-from tim_jax.rl.types import TrainState
+from tim_jax.tasks.custom import LARGEST
 
 
 @refuse_all_but(IN_TRAINING)
@@ -86,43 +87,96 @@ def learn(
     """
     began = time.perf_counter()
     check_jax("learn")
+    if seed is not None:
+        seed = check_whole("learn: seed", seed, least=0, most=2**32 - 1)
     given = {"optimizer": optimizer, "objective": objective, "correction": correction}
     if isinstance(before, Step):
-        _refuse_again(given | {"training": training, "seed": seed})
+        again = given | {"training": training, "seed": seed}
+        if name := next((name for name, value in again.items() if value is not None), None):
+            raise InputError(
+                f"learn: {name} is that of the first step; to change it, start anew from step.model"
+            )
         before.check_there()
         model, known = before.started.model, before.started.programs.training
     else:
         check_model("learn", before)
         model, known = before, training or before.training()
-    rows = as_rows(rows, "learn") if isinstance(rows, Rollout) else rows
-    responses = foreign.learnable(model, rows, format, known)
-    foreign.check_groups(responses, samples := _samples_of(responses, samples, before))
+    responses = learnable(model, rows, format, known)
+    _check_groups(responses, samples := _samples_of(responses, samples, before))
     numbers = _rewards("rewards", rewards, len(responses), "rows")
     if greedy_rewards is not None:
         count = len(responses) // samples
         greedy_rewards = _rewards("greedy_rewards", greedy_rewards, count, "prompts")
     if isinstance(before, Step):
-        began_with = _going_on(before, responses, samples)
+        before = _going_on(before, responses, samples)
     else:
         given |= {"samples": samples, "prompts_per_step": len(responses) // samples}
-        began_with = _first(model, responses, known, given, seed or 0)
-    return _step(began_with, responses, numbers, greedy_rewards, began)
+        before = _first(model, responses, known, given, seed or 0)
+    return _step(before, responses, numbers, greedy_rewards, began)
 
 
-class _Before(NamedTuple):
-    """What a step begins with."""
+def learnable(model: Model, rows: Any, form: str, training: Training) -> tuple[Response, ...]:
+    """The rows for `learn`, if all of them can be learnt from as they are."""
+    default = Distribution.of(training.execution.sampling)
+    collected = read_rows("learn", model, rows, form=form, default=default)
+    responses = tuple(map(_whole_vocabulary, collected.responses))
+    for response in responses:
+        _check(response, responses[0], routed=training.learning.routing != "own")
+    return responses
 
-    number: int
-    state: TrainState
-    weights: Any
-    started: Started
+
+def _whole_vocabulary(response: Response) -> Response:
+    """A response whose truncation is recorded as a mass, with log-probs over the whole vocabulary.
+
+    Both policies of a ratio are renormalised by the recorded mass, so that it cancels.
+    """
+    mass = response.kept_log_mass
+    if mass is None:
+        return response
+    declared = replace(response.declared, top_k=0, top_p=1.0)
+    return replace(response, log_probs=response.log_probs + mass, declared=declared)
 
 
-def _refuse_again(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
-        if value is not None:
+def _check(response: Response, first: Response, *, routed: bool) -> None:
+    asked, where = response.declared, f"learn: {response.where}"
+    if asked.shaped:
+        raise InputError(
+            f"{where}: drawn with {asked.shaping}, which the learner's forward does not apply; ask"
+            " the engine without it"
+        )
+    if asked.raw:
+        raise InputError(
+            f"{where}: has raw log-probs, but was drawn with {asked}; record processed ones, which"
+            " vLLM does with logprobs_mode='processed_logprobs'"
+        )
+    if asked.temperature == 0:
+        raise InputError(f"{where}: is greedy; it has no log-probs to learn from")
+    if asked != first.declared:
+        raise InputError(
+            f"{where}: drawn with {asked}, but {first.where} with {first.declared}; a step is of"
+            " one distribution"
+        )
+    for name, needed in (("supports", first.supports is not None), ("routes", routed)):
+        if needed and getattr(response, name) is None:
+            raise InputError(f"{where}: has no {name}, which all rows of this step must have")
+    if first.supports is None and response.supports is not None:
+        raise InputError(f"{where}: has supports, but {first.where} has none")
+    if response.mask is not None and not response.mask.any():
+        raise InputError(f"{where}: mask is 0 at all tokens; leave its group out")
+
+
+def _check_groups(responses: Sequence[Response], samples: int) -> None:
+    """Refuses rows that are no whole groups of samples of one prompt."""
+    if len(responses) % samples:
+        raise InputError(
+            f"learn: {len(responses)} rows are no whole groups of {samples} samples a prompt"
+        )
+    for number, response in enumerate(responses):
+        first = responses[number - number % samples]
+        if response.prompt != first.prompt:
             raise InputError(
-                f"learn: {name} is that of the first step; to change it, start anew from step.model"
+                f"learn: {response.where}: has another prompt than {first.where}, but should be of"
+                f" its group of {samples} samples; give the samples of a prompt one after the other"
             )
 
 
@@ -133,15 +187,16 @@ def _samples_of(responses: Sequence[Response], samples: int | None, before: Mode
             raise InputError(f"learn: samples = {samples}, but the steps before had {own}")
         return own
     if samples is not None:
-        check_whole("learn: samples", samples, least=1)
-        return samples
+        return check_whole("learn: samples", samples, least=1)
     ends = [i for i, r in enumerate(responses[1:], 1) if r.prompt != responses[i - 1].prompt]
     return ends[0] if ends else len(responses)
 
 
 def _rewards(name: str, given: Any, count: int, what: str) -> np.ndarray:
     try:
-        array = np.asarray(given, np.float32)
+        # A list, since NumPy refuses tensors that have a gradient, or are in bfloat16 or on a GPU.
+        listed = given.tolist() if hasattr(given, "tolist") else given
+        array = np.asarray(listed, np.float32)
     except (TypeError, ValueError, OverflowError):  # text, or a generator
         raise InputError(
             f"learn: {name} must be a list or array of {count} numbers, got {shown(given)}"
@@ -151,6 +206,11 @@ def _rewards(name: str, given: Any, count: int, what: str) -> np.ndarray:
     if not np.isfinite(array).all():
         place = int(np.argmin(np.isfinite(array)))
         raise InputError(f"learn: {name}[{place}] is {array[place]}; it must be finite")
+    if (np.abs(array) > LARGEST).any():
+        place = int(np.argmax(np.abs(array)))
+        raise InputError(
+            f"learn: {name}[{place}] is {array[place]:g}; it must be at most {LARGEST:g} in size"
+        )
     return array
 
 
@@ -160,17 +220,22 @@ def _first(
     run: Training,
     given: Mapping[str, Any],
     seed: int,
-) -> _Before:
-    """What the first step begins with: its programs and a fresh state."""
+) -> Step:
+    """What the first step begins with: its programs and a fresh state, as of a step 0."""
     asked = responses[0].declared
     _check_sampler(run)
-    _check_length(given.get("objective") or run.learning.objective)
+    objective = given.get("objective") or run.learning.objective
+    if isinstance(objective, Objective) and objective.lacks_length:
+        raise InputError(
+            "learn: the objective counts from the longest length that a response may have, which"
+            " rows do not say; give it max_length, such as tim.objectives.dr_grpo(max_length=1024)"
+        )
     drawn = {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
     model, run = settle("learn", model, run.varied(**drawn), given)
     _check_objective(run, responses)
-    built = programs.build(run, foreign=True)
+    built = programs.build_once(run, foreign=True)
     state, started = start(model, built, seed)
-    return _Before(0, state, started.prepared(state), started)
+    return Step(0, {}, {}, [], state, started.prepared(state), started)
 
 
 def _check_sampler(
@@ -189,21 +254,13 @@ def _check_sampler(
         )
 
 
-def _check_length(objective: Any) -> None:
-    if isinstance(objective, Objective) and objective.lacks_length:
-        raise InputError(
-            "learn: the objective counts from the longest length that a response may have, which"
-            " rows do not say; give it max_length, such as tim.objectives.dr_grpo(max_length=1024)"
-        )
-
-
 def _check_objective(run: Training, responses: Sequence[Response]) -> None:
     if any(response.replays for response in responses):
         run.learning.objective.check_whole_distribution()
 
 
-def _going_on(before: Step, responses: Sequence[Response], samples: int) -> _Before:
-    """What a later step begins with: programs for its number of rows."""
+def _going_on(before: Step, responses: Sequence[Response], samples: int) -> Step:
+    """The step that a later one begins with, with programs for its number of rows."""
     built = before.started.programs
     _check_sampler(built.training.varied(refills=0), "start anew from step.model")
     if built.training.learning.routing == "compared" and built.compare is None:
@@ -211,24 +268,27 @@ def _going_on(before: Step, responses: Sequence[Response], samples: int) -> _Bef
             "learn: the step is one of grpo with routing = 'compared', which compares no experts of"
             " another engine; start anew from step.model"
         )
-    foreign.check_distribution(responses[0], built.training.execution.sampling)
+    asked, known = responses[0].declared, Distribution.of(built.training.execution.sampling)
+    if asked != known:
+        raise InputError(
+            f"learn: {responses[0].where}: drawn with {asked}, but the steps before with {known}"
+        )
     run = built.training.varied(prompts_per_step=len(responses) // samples)
     _check_objective(run, responses)
     with named("learn"):
         run.check()
-    started = before.started._replace(programs=replace(built, training=run))
-    return _Before(before.number, before.state, before.weights, started)
+    return replace(before, started=before.started._replace(programs=replace(built, training=run)))
 
 
 def _step(
-    before: _Before,
+    before: Step,
     responses: Sequence[Response],
     rewards: np.ndarray,
     greedy: np.ndarray | None,
     began: float,
 ) -> Step:
     started, built = before.started, before.started.programs
-    run, rollout = built.training, foreign.arrays(built.training.execution, responses)
+    run, rollout = built.training, arrays(built.training.execution, responses)
     if run.learning.needs_greedy and greedy is None:
         raise InputError(
             f"learn: the estimator {run.learning.objective.estimator!r} needs greedy_rewards, the"
@@ -236,7 +296,11 @@ def _step(
         )
     if run.learning.routing == "own":
         rollout = replace(rollout, routes=None)
-    samples = foreign.samples(started.model, responses, rewards)
+    decode = started.model.tokenizer.decode
+    samples = [
+        Sample(decode(r.prompt), decode(r.tokens, skip_special_tokens=True), "", float(reward))
+        for r, reward in zip(responses, rewards, strict=True)
+    ]
     drawn = Drawn(rollout, samples, rewards, greedy, {}, {})
     state = placement.to_devices(before.state) if run.offload else before.state
     with named("learn"), waiting.during(loop.UPDATING, about=waiting.COMPILES):
@@ -260,3 +324,21 @@ def _step(
     seconds = time.perf_counter() - began
     timing = {"seconds": seconds, "tokens_per_second": metrics["response_tokens"] / seconds}
     return Step(before.number + 1, metrics, timing, samples, state, weights, started)
+
+
+def arrays(execution: Execution, responses: Sequence[Response]) -> types.Rollout:
+    """The responses in few shapes, so that few programs are compiled. Padding changes no bit."""
+    longest = max(len(r) for r in responses)
+    prompts = max(len(r.prompt) for r in responses)
+    most, stops = execution.config.most_positions, execution.sampling.stop_tokens
+    prompts = max(prompts, min(padded(prompts), most - longest))
+    size = max(longest, min(padded(longest), most - prompts))
+    # How a response ended that does not say it, its last token shows.
+    said = [
+        replace(r, ended=r.ended or ("token" if r.tokens[-1] in stops else "cut"))
+        for r in responses
+    ]
+    rollout = evidence.side_by_side(said, prompts, size)
+    # What a mask leaves out, such as a tool's reply, is context: no length counts it.
+    drawn = None if rollout.hidden is None else ~rollout.hidden
+    return replace(rollout, hidden=None, drawn=drawn)

@@ -10,18 +10,17 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from tim_jax import mismatch
-from tim_jax.app.run import numerics as run_numerics
-from tim_jax.app.run import sources
+from tim_jax import mismatch, placement
+from tim_jax.app.run import assembly, sources
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.common.inputs import check_whole, refuse_unknown, shown
 from tim_jax.mismatch import Entry, Mismatch
-from tim_jax.model import adapters, calibration, hf
+from tim_jax.model import adapters, fitting, hf
 from tim_jax.model.adapters import Adapter
-from tim_jax.model.config import ModelConfig
+from tim_jax.model.config import ModelConfig, check_stop_tokens
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import COMPUTE_DTYPES, FAMILIES, FamilyChoice, Numerics
-from tim_jax.placement import SINGLE, Placement, processes
+from tim_jax.placement import SINGLE, Placement, check_all_used
 from tim_jax.rl import programs
 from tim_jax.rl.training import Training
 
@@ -107,6 +106,7 @@ class Model:
             changes["mismatch"] = _dial(changes["mismatch"])
         run = Training(execution).varied(**changes)
         stops = {*self.stop_tokens, *run.execution.sampling.stop_tokens}
+        check_stop_tokens(sorted(stops), self.config.vocab_size, name="training: stop token")
         return run.varied(stop_tokens=tuple(sorted(stops)))
 
     def __repr__(self) -> str:
@@ -190,7 +190,7 @@ def load(
     if not isinstance(source, str | Path):
         raise InputError(f"load: source must be a folder or a name, got {shown(source)}")
     if decode_batch is not None:
-        check_whole("load: decode_batch", decode_batch, least=1)
+        decode_batch = check_whole("load: decode_batch", decode_batch, least=1)
     model = begin(source, dtype=dtype, family=family, placement=placement)
     return complete(model, source, decode_batch=decode_batch)
 
@@ -202,6 +202,8 @@ def dtype_name(what: str, dtype: DTypeLike) -> str:
       InputError: it is another one, or none.
     """
     try:
+        if dtype is None:  # NumPy's float64
+            raise TypeError
         name = dtype if isinstance(dtype, str) else jax.numpy.dtype(dtype).name
     except TypeError:
         name = shown(dtype)
@@ -214,13 +216,15 @@ def begin(
 ) -> Model:
     """What `load` knows before it measures the machine and reads weights: `params` are None."""
     found = sources.open_model(str(sources.final_model(source)))
+    if not isinstance(placement, Placement | None):
+        raise InputError(f"load: placement must be a tim_jax.Placement, got {shown(placement)}")
     where = placement
     if where is None:
         where = SINGLE if jax.process_count() == 1 else Placement(fsdp=jax.device_count())
-    processes.check_all_used(where)
+    check_all_used(where)
     tiles = Numerics(column_tiles=where.tensor)
     programs.check_placement(Execution(found.config, tiles, placement=where))
-    numerics = run_numerics.fitted_numerics(
+    numerics = assembly.fitted_numerics(
         family,
         dtype,
         found.config,
@@ -246,10 +250,10 @@ def complete(
     if decode_batch is not None:
         batch = max(1, decode_batch // model.placement.shards)
         longest = model.config.most_positions
-        numerics = calibration.calibrate_once(
+        numerics = fitting.calibrate_once(
             model.config, numerics, batch=batch, longest=longest, file=file
         )
-    processes.agree(repr(numerics), "what was measured of its machine")
+    placement.agree(repr(numerics), "what was measured of its machine")
     params = hf.load_params(sources.final_model(source), model.config, dtype=model.dtype)
     return replace(model, params=params, numerics=numerics)
 
@@ -271,18 +275,16 @@ def save(model: Model, folder: str | Path, *, dtype: DTypeLike = "float32") -> P
     """
     check_model("save", model)
     stored = dtype_name("save: dtype", dtype)
-    params = processes.whole(model.merged_params)
+    params = placement.whole(model.merged_params)
 
     def write() -> str:
-        tokenizer = model.tokenizer
-        stops = model.stop_tokens
-        generation = hf.generation_config(model.config, tokenizer, stops, model.generation)
-        written = hf.save(
-            folder, params, model.config, tokenizer=tokenizer, generation=generation, dtype=stored
+        config, tokenizer = model.config, model.tokenizer
+        made = hf.generation_config(config, tokenizer, model.stop_tokens, model.generation)
+        return str(
+            hf.save(folder, params, config, tokenizer=tokenizer, generation=made, dtype=stored)
         )
-        return str(written)
 
-    return Path(processes.led(write))
+    return Path(placement.led(write))
 
 
 def named_arrays(model: Model, *, dtype: DTypeLike = "float32") -> Iterator[tuple[str, np.ndarray]]:
@@ -305,7 +307,7 @@ def named_arrays(model: Model, *, dtype: DTypeLike = "float32") -> Iterator[tupl
     """
     check_model("named_arrays", model)
     own = dtype_name("named_arrays: dtype", dtype)
-    return hf.named_arrays(processes.whole(model.merged_params), model.config, dtype=own)
+    return hf.named_arrays(placement.whole(model.merged_params), model.config, dtype=own)
 
 
 def load_adapter(folder: str | Path, model: Model) -> Adapter:
@@ -314,6 +316,7 @@ def load_adapter(folder: str | Path, model: Model) -> Adapter:
     Raises:
       InputError: it is not there, not of this model, or has what is not supported.
     """
+    check_model("load_adapter", model)
     return adapters.load(folder, model.config)
 
 
@@ -330,5 +333,8 @@ def save_adapter(adapter: Adapter, folder: str | Path, model: Model) -> Path:
     Raises:
       InputError: the folder exists and is not empty, or cannot be written.
     """
-    whole = replace(adapter, arrays=processes.whole(adapter.arrays))
-    return Path(processes.led(lambda: str(adapters.save(folder, whole, model.config))))
+    check_model("save_adapter", model)
+    if not isinstance(adapter, Adapter):
+        raise InputError(f"save_adapter: adapter must be that of a step, got {shown(adapter)}")
+    whole = replace(adapter, arrays=placement.whole(adapter.arrays))
+    return Path(placement.led(lambda: str(adapters.save(folder, whole, model.config))))

@@ -1,5 +1,7 @@
-"""Responses drawn from a model, and their log-probs computed again by the learner."""
+"""Responses drawn from a model; log-probs of these, or of other engines' rows, computed again."""
 
+import itertools
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -11,17 +13,23 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from tim_jax.api import data, foreign
+from tim_jax import placement
 from tim_jax.api.model import Model, check_jax, check_model
 from tim_jax.app.run.display import printable
 from tim_jax.common import types, waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import check_whole, refuse_unknown, shown
+from tim_jax.instruments.diagnosis import evidence, readers
+from tim_jax.instruments.diagnosis.evidence import Forward
+from tim_jax.instruments.diagnosis.rollouts import Collected, Limits, collect
 from tim_jax.model.execution import Batching, Execution, Sampling
-from tim_jax.placement import processes
 from tim_jax.rl import drawing, programs
 from tim_jax.rl.drawing import Text
-from tim_jax.tasks.base import Example
+from tim_jax.tasks.base import Example, Message
+from tim_jax.tasks.dataset import message_of
+
+_LOG = logging.getLogger("tim_jax")
+_SHORTEST = 16  # tokens that prompts and responses are padded to
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,24 +58,22 @@ class Rollout:
 
     def __repr__(self) -> str:
         """The size, and the first responses with their log-probs."""
-        return "\n".join([self._size(), *map(self._line, range(len(self))[:4])])
+        return "\n".join(itertools.islice(self._lines(), 5))
 
     def __str__(self) -> str:
         """The size, and every response with its log-prob."""
-        return "\n".join([self._size(), *map(self._line, range(len(self)))])
+        return "\n".join(self._lines())
 
-    def _size(self) -> str:
+    def _lines(self) -> Iterator[str]:
         rows, longest = self.tokens.shape
-        return (
+        yield (
             f"Rollout({rows} responses, {int(self.lengths.sum())} tokens): tokens, mask and"
             f" log_probs are [{rows}, {longest}]"
         )
-
-    def _line(self, row: int) -> str:
-        said = printable(self.text[row])
-        log_prob, length = float(self.log_probs[row].sum()), int(self.lengths[row])
-        said = said if len(said) <= 60 else f"{said[:59]}…"
-        return f"  {row}: {said}   ({length} tokens, log-prob {log_prob:.3f})"
+        for row, text in enumerate(map(printable, self.text)):
+            said = text if len(text) <= 60 else f"{text[:59]}…"
+            log_prob, length = float(self.log_probs[row].sum()), int(self.lengths[row])
+            yield f"  {row}: {said}   ({length} tokens, log-prob {log_prob:.3f})"
 
 
 @refuse_unknown
@@ -133,7 +139,7 @@ def sample(
 class Request:
     """Responses to be drawn, checked against a model's config and tokenizer."""
 
-    prompts: Sequence[Any]  # filled up, so that every device gets as many rows
+    examples: Sequence[Example]  # filled up, so that every device gets as many rows
     count: int  # of them without the filling
     samples: int
     sampling: Sampling
@@ -144,7 +150,7 @@ class Request:
     @property
     def rows(self) -> int:
         """Responses that are drawn, with those of the filling."""
-        return len(self.prompts) * self.samples
+        return len(self.examples) * self.samples
 
 
 def request(
@@ -159,14 +165,22 @@ def request(
     slots: int | None = None,
 ) -> Request:
     """What `sample` would draw. Needs no weights; arguments and errors as of `sample`."""
-    check_whole("sample: samples", samples, least=1)
-    check_whole("sample: seed", seed, least=0, most=2**32 - 1)
+    samples = check_whole("sample: samples", samples, least=1)
+    seed = check_whole("sample: seed", seed, least=0, most=2**32 - 1)
     if slots is not None:
-        check_whole("sample: slots", slots, least=1)
+        slots = check_whole("sample: slots", slots, least=1)
     model.execution(sampling)  # which refuses a distribution that the model cannot have
-    asked, most = _checked(prompts), sampling.max_tokens
-    text = text_of(model, [Example(prompt, "") for prompt in asked], most, template, options)
-    width = min(data.padded(text.max_prompt_length), model.config.most_positions - most)
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise InputError(
+            f"sample: prompts must be a list of prompts, got {shown(prompts)}; one prompt is"
+            " [prompt]"
+        )
+    asked = [Example(as_prompt(x, f"sample: prompt {i}"), "") for i, x in enumerate(prompts)]
+    if not asked:
+        raise InputError("sample: prompts is empty; give one or more")
+    most = sampling.max_tokens
+    text = text_of(model, asked, most, template, options)
+    width = min(padded(text.max_prompt_length), model.config.most_positions - most)
     text = replace(text, max_prompt_length=width)
     # Every device gets as many rows: the last prompt is repeated, and its rows are dropped.
     filling = -len(asked) % model.placement.prompts_multiple(samples)
@@ -183,8 +197,7 @@ def draw(model: Model, asked: Request) -> Rollout:
     """Draws what was requested of this model."""
     execution = model.execution(asked.sampling)
     program = _sampler(execution, asked.samples, asked.slots)
-    examples = [Example(prompt, "") for prompt in asked.prompts]
-    drawn = asked.text.prompts(examples, range(len(examples)))
+    drawn = asked.text.prompts(asked.examples, range(len(asked.examples)))
     weights, key = model.weights, drawing.step_key(asked.seed, 0)
     with waiting.during(drawing.SAMPLING, about=waiting.COMPILES):
         found = jax.device_get(program(weights, drawn, key))
@@ -201,16 +214,25 @@ def draw(model: Model, asked: Request) -> Rollout:
     )
 
 
-def _checked(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-        raise InputError(
-            f"sample: prompts must be a list of prompts, got {shown(prompts)}; one prompt is"
-            " [prompt]"
-        )
-    listed = list(prompts)
-    if not listed:
-        raise InputError("sample: prompts is empty; give one or more")
-    return [data.as_prompt(prompt, f"sample: prompt {i}") for i, prompt in enumerate(listed)]
+def as_prompt(prompt: Any, where: str) -> str | tuple[Message, ...]:
+    """Text as it is; a list of chat messages as `Message`s.
+
+    Raises:
+      InputError: it is neither; `where` says which one in the message.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Sequence) and prompt:
+        return tuple(message_of(message, where) for message in prompt)
+    raise InputError(f"{where} must be text or a list of chat messages, got {shown(prompt)}")
+
+
+def padded(length: int) -> int:
+    """Returns the length to pad prompts or responses to: a power of two.
+
+    So few programs are compiled. Padding changes no bit.
+    """
+    return max(_SHORTEST, 1 << (length - 1).bit_length())
 
 
 def text_of(
@@ -225,6 +247,8 @@ def text_of(
     Raises:
       InputError: one leaves fewer than `max_tokens` positions of the model for a response.
     """
+    if chat_template not in (True, False, "auto"):
+        raise InputError(f'chat_template must be True, False or "auto", got {shown(chat_template)}')
     if not isinstance(template_options, Mapping):
         raise InputError(f"template_options must be a mapping, got {shown(template_options)}")
     room = model.config.most_positions - max_tokens
@@ -233,7 +257,7 @@ def text_of(
             f"max_tokens = {max_tokens} leaves no room for a prompt in the model's"
             f" {model.config.most_positions} positions"
         )
-    now = datetime.fromisoformat(processes.led(lambda: datetime.now().isoformat()))
+    now = datetime.fromisoformat(placement.led(lambda: datetime.now().isoformat()))
     text = Text(model.tokenizer, room, chat_template, tuple(template_options.items()), now)
     encoded = text.encoded(examples, range(len(examples)))
     return replace(text, max_prompt_length=max(map(len, encoded)))
@@ -276,11 +300,11 @@ def score(
             raise InputError(
                 "score: micro_batch is for a rollout of `sample`; leave it out of rows"
             )
-        return foreign.scored(model, rollout, format)
+        return _scored(model, rollout, format)
     _check_fits(model, rollout)
     rows, shards = len(rollout), model.placement.shards
     if micro_batch is not None:
-        check_whole("score: micro_batch", micro_batch, least=1)
+        micro_batch = check_whole("score: micro_batch", micro_batch, least=1)
         micro_batch = min(micro_batch + -micro_batch % shards, rows + -rows % shards)
     # Whole micro-batches, on every device as many rows: filled up with copies of the last one.
     chosen = np.minimum(np.arange(rows + -rows % (micro_batch or shards)), rows - 1)
@@ -312,22 +336,39 @@ def _check_fits(model: Model, rollout: Rollout) -> None:
 
 @lru_cache(maxsize=32)
 def _sampler(execution: Execution, samples: int, slots: int | None) -> Any:
-    return programs.sampling_program(
-        execution,
-        samples=samples,
-        batching=Batching(slots).rounded(execution.placement.shards),
-    )
+    batching = Batching(slots).rounded(execution.placement.shards)
+    return programs.sampling_program(execution, samples=samples, batching=batching)
 
 
 _scorer = lru_cache(maxsize=32)(programs.scoring_program)
 
 
-def as_rows(rollout: Rollout, who: str) -> Iterator[dict[str, Any]]:
-    """The responses as rows of another engine, with their token ids and log-probs.
+# Rows of another engine
+
+
+def read_rows(who: str, model: Model, rows: Any, *, form: str, **how: Any) -> Collected:
+    """What another engine or `sample` drew, as `diagnosis.rollouts.collect` gives it.
 
     Raises:
-      InputError: the responses are greedy; the line names `who` asked.
+      InputError: it is neither a file nor rows, they cannot be read, or a `Rollout` is greedy.
     """
+    if isinstance(rows, Rollout):
+        rows = _as_rows(rows, who)
+    if not isinstance(rows, str | Path | Iterable) or isinstance(rows, Mapping):
+        raise InputError(
+            f"{who}: give what tim_jax.sample returns, a file, or rows of another engine, got"
+            f" {type(rows).__name__}"
+        )
+    return collect(
+        readers.read(rows, form=form, pad=model.tokenizer.pad_token_id),
+        limits=Limits.of(model.config),
+        tokenizer=model.tokenizer,
+        **how,
+    )
+
+
+def _as_rows(rollout: Rollout, who: str) -> Iterator[dict[str, Any]]:
+    """The responses as rows of another engine, with their token ids and log-probs."""
     arrays, sampling = rollout.arrays, rollout.sampling
     if sampling.temperature == 0:
         raise InputError(f"{who}: the rollout is greedy: its log-probs are 0 by definition")
@@ -343,3 +384,40 @@ def as_rows(rollout: Rollout, who: str) -> Iterator[dict[str, Any]]:
             "logprobs_mode": "processed_logprobs",
             "finish_reason": "stop" if rollout.finished[i] else "length",
         }
+
+
+def forward_of(who: str, model: Model) -> Forward:
+    """The exact forward of a model on one device, for rows of other engines.
+
+    Raises:
+      InputError: the model lies on a mesh.
+    """
+    if not model.placement.single:
+        raise InputError(f"{who}: load the model on one device, not on a mesh")
+    execution = model.execution(Sampling(1))
+    size = min(len(model.tokenizer), model.config.vocab_size)
+    return Forward(model.weights, execution, size, execution.sampling.stop_tokens)
+
+
+def _scored(model: Model, rows: Any, form: str) -> np.ndarray:
+    """Log-probs f32[B, R] of rows by the exact forward, 0 off their masks.
+
+    A warning says how many rows do not say their temperature.
+    """
+    collected = read_rows("score", model, rows, form=form)
+    responses, silent = collected.responses, collected.silent.get("temperature", 0)
+    if silent:
+        _LOG.warning(
+            "tim_jax: score: %d of %d rows do not say their temperature; they are scored at 1",
+            silent,
+            len(responses),
+        )
+    with waiting.during("scoring", about=waiting.COMPILES):
+        found = evidence.log_probs(forward_of("score", model), responses)
+    size = max(len(response) for response in responses)
+    scored = np.zeros((len(responses), size), np.float32)
+    ends = np.cumsum([len(response) for response in responses])[:-1]
+    for row, response, own in zip(scored, responses, np.split(found, ends), strict=True):
+        kept = np.ones(len(own), bool) if response.mask is None else response.mask
+        row[: len(own)] = np.where(kept, own, np.float32(0.0))
+    return scored

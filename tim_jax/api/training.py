@@ -1,40 +1,165 @@
 """Training as a generator of steps: the caller logs, stops and keeps what it wants."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from tim_jax import corrections, optimizers
-from tim_jax.api import data
+from tim_jax import corrections, placement
 from tim_jax.api.model import Model, check_jax, check_model
-from tim_jax.api.rollouts import text_of
-from tim_jax.api.steps import Step, start
-from tim_jax.common.errors import InputError
+from tim_jax.api.rollouts import as_prompt, text_of
+from tim_jax.app.run import display
+from tim_jax.common import pages, waiting
+from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import check_whole, refuse_all_but, shown
 from tim_jax.corrections import Correction, Mode
 from tim_jax.model import adapters
+from tim_jax.model.adapters import Adapter
 from tim_jax.objectives import Objective
-from tim_jax.placement import processes
 from tim_jax.rl import drawing, loop, programs, rules
-from tim_jax.rl.drawing import Text
+from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.rules import Turns
 from tim_jax.rl.training import FIELDS, Training
-from tim_jax.tasks.base import Task
+from tim_jax.rl.types import TrainState
+from tim_jax.tasks import custom
+from tim_jax.tasks.base import Environment, Example, Task
 from tim_jax.tasks.custom import user_code
-from tim_jax.tasks.episodes import Environment, Noted
+from tim_jax.tasks.dataset import check_open
+from tim_jax.tasks.environments import Here, Noted, pack
 
+_KEYS = ("prompt", "answer")
+_ANSWER = "answer"  # where an example's data keep it: any value, not only text
+
+
+@dataclass(frozen=True, repr=False)
+class Step:
+    """One finished step of training; `print` shows it as a line."""
+
+    number: int
+    """From 1."""
+    metrics: dict[str, float]
+    """What was measured: `reward`, `exact_share`, `response_length`, `loss` and many more."""
+    timing: dict[str, float]
+    """Seconds and tokens per second."""
+    samples: list[Sample]
+    """Each completion with its prompt, answer and reward."""
+    state: TrainState
+    """All that an update changes; the next step takes its memory."""
+    _weights: Any
+    started: "Started"
+    """What all steps have in common."""
+
+    def __str__(self) -> str:
+        fields = display.step_fields(self.metrics | self.timing)
+        return f"step {self.number}  " + "  ".join(f"{label} {text}" for label, text in fields)
+
+    def __repr__(self) -> str:
+        """The line, and the first completions with their rewards."""
+        lines = (display.completion_line(sample, width=100) for sample in self.samples[:4])
+        return "\n".join([str(self), *lines])
+
+    def _repr_html_(self) -> str:
+        rows = [(f"{x.reward:g}", x.prompt, x.completion, x.answer) for x in self.samples[:8]]
+        head = ("reward", "prompt", "completion", "answer")
+        return pages.paragraphs([str(self)]) + pages.html_table(pages.Table("", head, rows))
+
+    @cached_property
+    def model(self) -> Model:
+        """The model after this step.
+
+        A copy of its own if training goes on, as that takes the step's buffers: ask for it before
+        the next step, and only at steps where you need it. Adapters are merged; it computes the
+        bits that training had.
+
+        Raises:
+          InputError: training has gone on, and the step's weights are gone.
+        """
+        self.check_there()
+        started = self.started
+        return replace(started.model, params=started.merged(self.state.params), adapter=None)
+
+    @cached_property
+    def adapter(self) -> Adapter:
+        """The adapter after this step, to save it (`save_adapter`) or go on from it; a copy too.
+
+        Raises:
+          InputError: none is trained, or as `model`.
+        """
+        lora = self.started.programs.training.execution.lora
+        if lora is None:
+            raise InputError(
+                "there is no adapter; training=model.training(lora=tim_jax.Lora(8)) trains one"
+            )
+        self.check_there()
+        return Adapter(lora, loop.copied(self.state.params))
+
+    @property
+    def weights(self) -> Any:
+        """The parameters as they are computed with. Raises `InputError` as `model`."""
+        self._check(self._weights)
+        return self._weights
+
+    def check_there(self) -> None:
+        """Raises `InputError` if training has gone on, and the step's weights are gone."""
+        self._check(self.state.params)
+
+    def _check(self, arrays: Any) -> None:
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(arrays)):
+            raise InputError(
+                f"the model of step {self.number} is gone, its memory was taken by the next step;"
+                " take step.model before going on"
+            )
+
+
+class Started(NamedTuple):
+    """What a training started from, and computes with: the same at each of its steps."""
+
+    model: Model
+    programs: Programs
+    base: Any  # the parameters that stay as they are, if adapters are trained
+    reference: Any  # compute weights of the KL term's reference policy, if there is one
+
+    def prepared(self, state: TrainState) -> Any:
+        """The parameters of a state as they are computed with."""
+        return self.programs.prepare(adapters.whole(state.params, self.base))
+
+    def merged(self, trained: Any) -> Any:
+        """The parameters of a model of what is trained, in buffers of their own."""
+        merge = self.programs.merged
+        return loop.copied(trained) if merge is None else merge(adapters.whole(trained, self.base))
+
+
+@waiting.during("putting the model on the devices", about=waiting.COMPILES)
+def start(model: Model, built: Programs, seed: int) -> tuple[TrainState, Started]:
+    """The state before the first step, and what stays; `seed` names the values of new adapters."""
+    lora, trained, base = built.training.execution.lora, model.params, None
+    if lora is not None:
+        given = model.adapter
+        trained = adapters.init(model.config, lora, seed) if given is None else given.arrays
+        base = built.place(adapters.narrowed(placement.whole(model.params)))
+    # Training takes the buffers of what it starts from: the model keeps its own.
+    state = built.init(_apart(trained))
+    reference = None
+    if built.training.learning.objective.has_reference:
+        reference = built.prepare(adapters.whole(_apart(trained), base))
+    return state, Started(model, built, base, reference)
+
+
+def _apart(params: Any) -> Any:
+    """Parameters in buffers of their own; those on the host are copied by being moved."""
+    on_device = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
+    return loop.copied(params) if on_device else params
+
+
+_OF_OBJECTIVES = "objective=tim_jax.objectives.Objective({}=...)"
 IN_TRAINING = {
-    **{
-        one.name: f"objective=tim_jax.objectives.Objective({one.name}=...)"
-        for one in fields(Objective)
-    },
+    **{one.name: _OF_OBJECTIVES.format(one.name) for one in fields(Objective)},
     **{name: f"training=model.training({name}=...)" for name in FIELDS},
     "sampler": "training=model.training(mismatch=[...])",
     "max_episode_tokens": "training=model.training(turns=tim_jax.Turns(...), max_tokens=...)",
@@ -65,25 +190,24 @@ def grpo(
 
     A step draws `samples` responses to each of `prompts_per_step` prompts, grades them, and updates
     the weights. Everything is checked before the first step; nothing is written to disk; `model`
-    itself stays as it is. The steps are a function of the arguments and the seed alone, unless the
-    chat template prints the date: then prompts have the date of the call. Templates of Llama, and
-    some others, take it as an option: `dataclasses.replace(model, template_options={"date_string":
-    "26 Jul 2024"})`. Under several processes all call this with the same arguments, and share the
-    grading.
+    itself stays as it is. The steps are a function of the arguments and the seed alone, and of the
+    date of the call if the chat template prints it and is not told it, as templates of Llama can
+    be: `dataclasses.replace(model, template_options={"date_string": "26 Jul 2024"})`. Several
+    processes all call this with the same arguments, and share the grading.
 
     Args:
       model: to start from.
       prompts_and_answers: (prompt, answer) pairs or rows with these keys, from any iterable, which
-        is read once, at once. A prompt is text or a list of chat messages, an answer any value.
-        They are visited in an order of the seed, as often as the steps need.
+        is read at once. A prompt is text or a list of chat messages, an answer any value. They are
+        visited in an order of the seed, as often as the steps need.
       reward: (prompts, completions, answers) -> one finite number for each completion, all in
         lists; `tim_jax.per_item` makes one of a function of one completion. Called in this process,
         without a time limit; and once at the start, to try it, with an answer as the completion.
       respond: in place of a reward, an environment that takes turns with the policy: (state,
         completion) -> (state, `tim_jax.Reply`), with the turn's key u32[2] as a third argument if
-        it takes one. `completion` has `text`, `tokens` and `ended`. The answers of the rows are the
-        states that episodes begin with, a copy for each sample. It is called in this process, one
-        turn after another, from a thread of its own. An episode's reward is the sum over its turns.
+        it takes one. `completion` has `text`, `tokens` and `ended`. Episodes begin with the answers
+        of the rows as states, a copy for each sample. Called in this process, one turn after
+        another, from a thread of its own. An episode's reward is the sum over its turns.
       steps: how many.
       samples: responses per prompt, the group whose mean reward is the baseline; 8 if None.
       prompts_per_step: groups of a step; 8 if None.
@@ -91,15 +215,14 @@ def grpo(
         positions (with `respond`, a 32nd) if that is less.
       max_turns: of an episode, after which it ends as it is; 8 if None. All its turns and replies
         have at most twice `max_turns` times `max_tokens` tokens, or as many as the model has room
-        for. If `training` has turns, they have its `max_tokens`, which is 256 unless
-        `model.training(max_tokens=...)` says more. An episode ends before a reply that does not
-        fit. What is done about a chat template that rewrites earlier turns is in the training's
-        turns: `tim_jax.Turns(8, 64, history="cut")`.
+        for; if `training` has turns, its `max_tokens`, which is 256 unless set. An episode ends
+        before a reply that does not fit. What is done about a chat template that rewrites earlier
+        turns is in the training's turns: `tim_jax.Turns(8, 64, history="cut")`.
       optimizer: of optax; AdamW with a learning rate of 1e-6 if None. A model in float16 scales the
-        loss, so that small gradients are not lost: as `optimizers.dynamic_loss_scale(optimizer)`
-        does, unless it is one already. Arrays of the layers are stacked on a leading axis: a norm
-        has the shape [layers, n], a matrix [layers, in, out]. So choose masks by name, not by the
-        number of axes, and give Muon its `muon_weight_dimension_numbers`, as docs/python.md does.
+        loss as `optimizers.dynamic_loss_scale(optimizer)` does, unless it is one already. Arrays of
+        the layers are stacked: a norm has the shape [layers, n], a matrix [layers, in, out]. So
+        choose masks by name, not by the number of axes, and give Muon its
+        `muon_weight_dimension_numbers` (docs/python.md).
       objective: advantages, loss and how losses are added up, see `tim_jax.objectives`. None: the
         advantages of GRPO, the clipped ratio, the mean over tokens, and no KL term.
       correction: of a mismatch between sampler and learner, see `tim_jax.corrections`. If the loss
@@ -121,8 +244,8 @@ def grpo(
     """
     check_model("grpo", model)
     check_jax("grpo")
-    check_whole("grpo: steps", steps, least=1)
-    check_whole("grpo: seed", seed, least=0, most=2**32 - 1)
+    steps = check_whole("grpo: steps", steps, least=1)
+    seed = check_whole("grpo: seed", seed, least=0, most=2**32 - 1)
     given = {
         "samples": samples,
         "prompts_per_step": prompts_per_step,
@@ -132,30 +255,113 @@ def grpo(
         "objective": objective,
         "correction": correction,
     }
-    examples = data.as_examples(prompts_and_answers)
+    examples = _as_examples(prompts_and_answers)
     if respond is None:
         _refuse_turns(reward, training, max_turns)
-        task = drawing.shared(data.as_task(examples, reward))
+        task = drawing.shared(_as_task(examples, reward))
     elif reward is not None:
         raise InputError("grpo: give reward or respond, not both: respond gives the rewards")
     else:
-        task = data.as_episodes(examples, respond)
+        task = _as_episodes(examples, respond)
         given |= _episodes(model, task, training, max_turns, max_tokens)
     model, run = settle("grpo", model, training, given)
-    most = run.execution.sampling.max_tokens
+    most, where = run.execution.sampling.max_tokens, run.execution.placement
     text = text_of(model, examples, most, *_template(model, task))
-    check_longest(run, text.max_prompt_length + most)
+    longest = text.max_prompt_length + most
+    if run.learning.micro_batch_tokens is not None:
+        buffer = run.learning.micro_batch_tokens
+        rules.check_micro_batch_tokens(buffer, longest=longest, placement=where)
     environment = None
     if task.environment is not None:
         assert run.turns is not None  # of `_episodes`
         stops, history = run.execution.sampling.stop_tokens, run.turns.history
         environment = text.bridged(task.environment, stops, history)
-    built = programs.build(run)
-    # An optimizer is functions, which have no text.
-    settings = [getattr(run, one.name) for one in fields(run) if one.name != "optimizer"]
-    data.agree(examples, repr((steps, seed, settings)))
-    how = {"seed": seed, "steps": steps, "environment": environment}
-    return _steps(model, task, text, built, **how)
+    built = programs.build_once(run)
+    if jax.process_count() > 1:
+        prompts = repr([example.prompt for example in examples])
+        digest = hashlib.sha256(prompts.encode()).hexdigest()
+        # An optimizer is functions, which have no text.
+        settings = [getattr(run, one.name) for one in fields(run) if one.name != "optimizer"]
+        same = f"{digest} {(steps, seed, settings)!r}"
+        placement.agree(same, "its prompts or its arguments of grpo")
+    return _steps(model, task, text, built, seed=seed, steps=steps, environment=environment)
+
+
+def _as_examples(prompts_and_answers: Any) -> tuple[Example, ...]:
+    """Pairs, or rows with the keys "prompt" and "answer"; their other keys are left alone."""
+    if isinstance(prompts_and_answers, str) or not isinstance(prompts_and_answers, Iterable):
+        raise InputError(
+            "grpo: prompts_and_answers must be a list of (prompt, answer) or another iterable of"
+            f" them, got {shown(prompts_and_answers)}"
+        )
+    rows = tuple(_example(row, f"grpo: row {i}") for i, row in enumerate(prompts_and_answers))
+    if not rows:
+        raise InputError(
+            "grpo: prompts_and_answers is empty; a generator that was read before has nothing left"
+        )
+    return rows
+
+
+def _example(row: Any, where: str) -> Example:
+    if isinstance(row, Mapping):
+        for key in _KEYS:
+            if key not in row:
+                hint = did_you_mean(key, map(str, row)) if row else ""
+                raise InputError(f"{where} has no {key!r}{hint}")
+        prompt, answer = (row[key] for key in _KEYS)
+    elif isinstance(row, Sequence) and not isinstance(row, str) and len(row) == len(_KEYS):
+        prompt, answer = row
+    else:
+        raise InputError(
+            f'{where} must be a pair (prompt, answer) or {{"prompt": ..., "answer": ...}}, got'
+            f" {shown(row)}"
+        )
+    asked = as_prompt(prompt, f"{where}: prompt")
+    check_open(asked, f"{where}: prompt")
+    with user_code(f"{where}: the answer's text"):
+        text = str(answer)
+    return Example(asked, text, {_ANSWER: answer})
+
+
+def _as_episodes(examples: tuple[Example, ...], respond: Callable[..., Any]) -> Task:
+    """A task of these examples, whose answers are the states that episodes begin with."""
+    if not callable(respond):
+        raise InputError(
+            "grpo: respond must be a function (state, completion) -> (state, tim_jax.Reply), got"
+            f" {shown(respond)}"
+        )
+    if jax.process_count() > 1:
+        raise InputError("grpo: respond needs a single process; there are several")
+    name = getattr(respond, "__name__", type(respond).__name__)
+    for row, example in enumerate(examples):
+        try:
+            pack(example.data[_ANSWER])
+        except InputError as error:
+            raise InputError(f"grpo: row {row}: {error}") from error.__cause__
+    begun = tuple(replace(x, data={"state": x.data[_ANSWER]}) for x in examples)
+    return Task(name, begun, (), lambda *_: [], environment=Here(respond))
+
+
+def _as_task(examples: tuple[Example, ...], reward: Callable[..., Any] | None) -> Task:
+    """A task of these examples, graded by the user's function, which is tried at once.
+
+    It is given the first example's answer as its completion.
+    """
+    if not callable(reward):
+        raise InputError(
+            "grpo: reward must be a function (prompts, completions, answers) -> numbers, got"
+            f" {shown(reward)}"
+        )
+    name = getattr(reward, "__name__", type(reward).__name__)
+    try:
+        grade = custom.as_grader(reward, name, answer=lambda example: example.data[_ANSWER])
+        grade(examples[:1], [examples[0].answer])
+    except InputError as error:
+        hint = f"; is it a function of one completion? reward=tim_jax.per_item({name})"
+        lists = isinstance(error.__cause__, TypeError | AttributeError) or "sequence" in str(error)
+        single = lists and not hasattr(reward, "__wrapped__")
+        raise InputError(f"grpo: {error}{hint if single else ''}") from error.__cause__
+    return Task(name, examples, (), grade)
 
 
 def _template(model: Model, task: Task) -> tuple[Any, Mapping[str, Any]]:
@@ -209,35 +415,28 @@ def _episodes(
 def settle(
     who: str, model: Model, training: Training | None, given: Mapping[str, Any]
 ) -> tuple[Model, Training]:
-    """A run by the arguments that are given beside it, and the model as the run computes it.
+    """The model as the run computes it, and the run by the arguments given beside it.
 
-    Everything is checked; nothing is compiled. Arguments that are None are not given.
+    All is checked, nothing compiled. Arguments that are None are not given.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    _check_values(who, given.get("objective"), given.get("optimizer"), training)
+    _check_values(who, given, training)
     with named(who):
         run = _run(who, model, training, given)
     where = run.execution.placement
     return replace(model, placement=where, numerics=run.execution.numerics), run
 
 
-def check_longest(run: Training, longest: int) -> None:
-    """Refuses a micro-batch that does not hold a prompt and its response of `longest` tokens."""
-    tokens, where = run.learning.micro_batch_tokens, run.execution.placement
-    if tokens is not None:
-        rules.check_micro_batch_tokens(tokens, longest=longest, placement=where)
-
-
-def _check_values(who: str, objective: Any, optimizer: Any, training: Any) -> None:
-    if not isinstance(objective, Objective | None):
-        raise InputError(
-            f"{who}: objective must be one of tim_jax.objectives, got {type(objective).__name__}"
-        )
-    if not isinstance(optimizer, optax.GradientTransformation | None):
-        raise InputError(
-            f"{who}: optimizer must be of optax, such as optax.adamw(1e-6), got"
-            f" {type(optimizer).__name__}"
-        )
+def _check_values(who: str, given: Mapping[str, Any], training: Any) -> None:
+    for name, kind, right in (
+        ("objective", Objective, "one of tim_jax.objectives"),
+        ("optimizer", optax.GradientTransformation, "of optax, such as optax.adamw(1e-6)"),
+    ):
+        if name in given and not isinstance(given[name], kind):
+            got = type(given[name]).__name__
+            made = ".gradient_transformation()"  # of `optax.MultiSteps`
+            hint = f"; give its {made}" if hasattr(given[name], made[1:-2]) else ""
+            raise InputError(f"{who}: {name} must be {right}, got {got}{hint}")
     if not isinstance(training, Training | None):
         raise InputError(
             f"{who}: training must be a value such as model.training(micro_batch=4), got"
@@ -248,7 +447,7 @@ def _check_values(who: str, objective: Any, optimizer: Any, training: Any) -> No
 def _run(who: str, model: Model, training: Training | None, given: dict[str, Any]) -> Training:
     for name in ("samples", "prompts_per_step"):
         if name in given:
-            check_whole(f"{who}: {name}", given[name], least=1)
+            given[name] = check_whole(f"{who}: {name}", given[name], least=1)
     run = model.training() if training is None else training
     if run.execution.config != model.config:
         raise InputError(f"{who}: training is of another architecture; take model.training(...)")
@@ -269,7 +468,7 @@ def _run(who: str, model: Model, training: Training | None, given: dict[str, Any
     run = run.varied(**{**given, "correction": correction, "objective": objective, "mode": mode})
     longest = run.execution.sampling.max_tokens
     run = run.varied(objective=objective.with_length(longest))
-    processes.check_all_used(run.execution.placement)
+    placement.check_all_used(run.execution.placement)
     if run.execution.sampling.temperature == 0:
         raise InputError(
             f"{who}: temperature must be greater than 0, got 0: greedy responses have no log-probs"
@@ -282,16 +481,10 @@ def _run(who: str, model: Model, training: Training | None, given: dict[str, Any
 
 def _check_optimizer(who: str, run: Training) -> None:
     """Refuses an optimizer that fails as a step calls it, and Muon for vectors."""
-    trained = adapters.trained_shapes(run.execution.config, run.execution.lora)
-    told = ("response_length", "gradient_norm", "effective_sample_size")
-    extra = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in told}
-    extra["finite"] = jax.ShapeDtypeStruct((), jnp.bool_)
-    step = partial(optimizers.guarded_step, optax.with_extra_args_support(run.optimizer))
-    given = f"gradients, parameters, finite and {', '.join(told)}, but no loss"
+    given = f"gradients, parameters, finite and {', '.join(programs.TOLD)}, but no loss"
     with user_code(f"{who}: optimizer, which is given {given},"):
-        state = jax.eval_shape(partial(optimizers.first_state, run.optimizer), trained)
-        jax.eval_shape(step, trained, state, trained, **extra)
-    _check_muon(who, state)
+        first, _ = programs.trace_optimizer(run)
+    _check_muon(who, first.out_info)
 
 
 def _check_muon(who: str, state: Any) -> None:
@@ -336,7 +529,7 @@ def _steps(
     noted = None if environment is None else Noted(environment)
     for step in loop.train(state, task, text, seed=seed, environment=noted, **how):
         if noted and step.number == 1 and drawing.all_failed(step.metrics, len(step.samples)):
-            failure = processes.led(lambda: noted.failure)  # process 0 alone asks it
+            failure = placement.led(lambda: noted.failure)  # process 0 alone asks it
             raise InputError(
                 f"grpo: respond failed in all {len(step.samples)} episodes of step 1, the first"
                 f" time by {failure}"

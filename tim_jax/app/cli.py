@@ -6,18 +6,19 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from tim_jax.app import arguments as read
-from tim_jax.app.arguments import RefusedError
-from tim_jax.app.run import signals
+from tim_jax.app.arguments import Parser, RefusedError, add_commands
 from tim_jax.common import errors, inputs, machine, waiting
 from tim_jax.common.errors import Ending, InputError, writing
 
@@ -43,17 +44,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_command(arguments)
 
 
+def run_and_exit() -> NoReturn:
+    """Runs one command and ends the process: what the installed `tim-jax` calls."""
+    status = main()
+    # A second Ctrl-C ends the process, in place of a traceback of what libraries do at its end.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threads = threading.enumerate()
+    if status and any(type(thread).__module__.startswith("orbax") for thread in threads):
+        # After a save that failed, they wait ten minutes for what never comes.
+        _leave(status)
+    sys.exit(status)
+
+
 def _run_command(arguments: argparse.Namespace) -> int:
     if not _one_of_several(arguments):
         _keep_programs()
         return _run(arguments)
-    status = _run_with_others(arguments)
-    if status:
-        # JAX would wait at this process's end for others that may be gone.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    return status
+    return _run_with_others(arguments)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process without waiting for its threads."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -73,7 +87,9 @@ def _run(arguments: argparse.Namespace) -> int:
     except MemoryError as error:
         return _ended(errors.OUT_OF_MEMORY, f"on this machine: {error}")
     except KeyboardInterrupt:
-        return _ended(errors.INTERRUPTED)
+        resumed = arguments.run in (_train, _study)
+        goes_on = "; the same command goes on from the last checkpoint" if resumed else ""
+        return _ended(errors.INTERRUPTED, goes_on)
     except (SystemExit, GeneratorExit, OSError) as error:
         lost = errors.lost_output()
         if lost or isinstance(error.__context__, BrokenPipeError):  # which rich makes a SystemExit
@@ -98,17 +114,23 @@ def _check_bits() -> None:
 
 def _run_with_others(arguments: argparse.Namespace) -> int:
     aborted = errors.LOST.line.format("most likely: JAX's runtime aborted this one")
-    try:
-        with signals.print_if_aborted(aborted):
-            return _run(arguments)
-    except Exception as error:
-        from jax.errors import JaxRuntimeError
+    with machine.print_if_aborted(aborted):
+        try:
+            status = _run(arguments)
+        except Exception as error:
+            from jax.errors import JaxRuntimeError
 
-        reason = " ".join(str(error).split())
-        if isinstance(error, JaxRuntimeError) and any(sign in reason for sign in _SIGNS_OF_LOSS):
-            return _ended(errors.LOST, reason[:200])
-        traceback.print_exc()
-        return errors.FAILED.status
+            reason = " ".join(str(error).split())
+            lost = any(sign in reason for sign in _SIGNS_OF_LOSS)
+            if isinstance(error, JaxRuntimeError) and lost:
+                status = _ended(errors.LOST, reason[:200])
+            else:
+                traceback.print_exc()
+                status = errors.FAILED.status
+        if status:
+            # JAX would wait at this process's end for others that may be gone, or abort it here.
+            _leave(status)
+    return status
 
 
 def _ended(ending: Ending, details: str = "") -> int:
@@ -151,23 +173,39 @@ def _quiet() -> None:
     false_errors = metadata.version("jaxlib").startswith(("0.10.0", "0.10.1"))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3" if false_errors else "2")
     os.environ.setdefault("JAX_LOGGING_LEVEL", "CRITICAL" if false_errors else "ERROR")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    for library in ("transformers", "matplotlib"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    before = sys.unraisablehook
+    if getattr(before, "func", None) is not _report_unraisable:
+        sys.unraisablehook = partial(_report_unraisable, otherwise=before)
     if not sys.warnoptions:  # nobody asked for them by `python -W` or PYTHONWARNINGS
         logging.captureWarnings(True)
         logging.getLogger("py.warnings").propagate = False
         logging.getLogger("py.warnings").addHandler(logging.NullHandler())
 
 
-def _keep_programs() -> None:
-    """Keeps compiled programs from run to run, unless JAX was already told where to.
+def _report_unraisable(
+    error: "sys.UnraisableHookArgs", *, otherwise: Callable[["sys.UnraisableHookArgs"], object]
+) -> None:
+    if issubclass(error.exc_type, KeyboardInterrupt):
+        # It came while garbage was collected, where JAX is called and an exception is lost.
+        main_thread = threading.main_thread().ident
+        again = threading.Timer(0.1, signal.pthread_kill, (main_thread, signal.SIGINT))
+        again.daemon = True
+        again.start()
+    # When a save fails, each array that is still being written says this with a traceback.
+    elif str(error.exc_value) != "Event loop is closed":
+        otherwise(error)
 
-    A program is compiled for one kind of processor, so each kind has a folder: several machines may
-    share a home.
-    """
+
+def _keep_programs() -> None:
+    """Keeps compiled programs from run to run, unless JAX was already told where to."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
+    programs = _kept_folder() / "programs"
+    _remove_cut(programs)
     for name, value in {
-        "JAX_COMPILATION_CACHE_DIR": str(_kept_folder() / "programs"),
+        "JAX_COMPILATION_CACHE_DIR": str(programs),
         "JAX_COMPILATION_CACHE_MAX_SIZE": str(4 * 2**30),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -175,8 +213,24 @@ def _keep_programs() -> None:
         os.environ.setdefault(name, value)
 
 
+def _remove_cut(programs: Path) -> None:
+    """Removes the programs that a full disk or a power cut has left in part.
+
+    JAX writes a program's time of use after it. It never writes a program anew, and before 0.12 it
+    keeps no other beside one without a time.
+    """
+    with suppress(OSError):
+        for program in programs.glob("*-cache"):
+            used = program.with_name(f"{program.name.removesuffix('cache')}atime")
+            if not used.exists() or not program.stat().st_size:
+                program.unlink(missing_ok=True)
+
+
 def _kept_folder() -> Path:
-    """What is compiled and measured on this kind of machine: ~/.cache/tim_jax/PROCESSOR."""
+    """What is compiled and measured on this kind of machine: ~/.cache/tim_jax/PROCESSOR.
+
+    Several machines of different kinds may share a home.
+    """
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:  # a user without a home, as containers have
@@ -190,53 +244,31 @@ def _folder_of_this_call() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = read.Parser(
+    parser = Parser(
         prog="tim-jax",
         description="RL for language models with sampler and learner log-probs equal to the bit.",
     )
     about = f"tim-jax {metadata.version('tim-jax')}, jax {metadata.version('jax')}"
     parser.add_argument("--version", action="version", version=about)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_train(commands)
-    read.add_eval(commands, _evaluate)
-    generate = read.add_command(commands, "generate", "sample completions", _generate)
-    generate.add_argument("model", type=read.name, help=read.A_MODEL)
-    generate.add_argument("prompt", nargs="+", help="text, or a user's message in a chat")
-    read.add_whole(generate, "--samples", 1, default=1, help="of each prompt; default: 1")
-    about = "of a response; default: 64, or half of the model's positions if that is less"
-    read.add_whole(generate, "--max-tokens", 1, help=about)
-    read.add_number(generate, "--temperature", default=1.0, help="default: 1; 0 is greedy")
-    read.add_whole(generate, "--top-k", 0, default=0, help="0 is off")
-    read.add_number(generate, "--top-p", default=1.0, help="1 is off")
-    generate.add_argument("--dtype", choices=read.DTYPES, default="float32")
-    read.add_kernels(generate, default="auto")
-    read.add_whole(generate, "--seed", 0, 2**32, default=0)
-    read.add_flag(generate, "--plain", "no chat template")
-    for axis in ("data", "fsdp", "expert", "tensor"):
-        about = f"devices on the {axis} axis"
-        read.add_whole(generate, f"--{axis}", 1, default=1, help=about)
-    read.add_export(commands, _export)
-    read.add_audit(commands, _audit)
-    read.add_diagnose(commands, _diagnose)
-    read.add_plan(commands, _plan)
-    read.add_study(commands, _study)
-    read.add_report(commands, _report)
-    read.add_translate(commands, _translate)
+    runs = {
+        "train": _train,
+        "eval": _evaluate,
+        "generate": _generate,
+        "export": _export,
+        "audit": _audit,
+        "diagnose": _diagnose,
+        "plan": _plan,
+        "study": _study,
+        "report": _report,
+        "translate": _translate,
+    }
+    add_commands(parser, runs)
     return parser
 
 
-def _add_train(commands: Any) -> None:
-    train = read.add_command(commands, "train", "train (or resume) the run of a config", _train)
-    train.add_argument("config", help="TOML file, see configs/")
-    read.add_overrides(train)
-    read.add_flag(
-        train,
-        "--distributed",
-        "one of several processes, as SLURM, Open MPI, GKE or a TPU pod started them",
-    )
-    train.add_argument("--coordinator", metavar="HOST:PORT", help="one of several: process 0")
-    read.add_whole(train, "--processes", 1, metavar="N", help="one of several: how many")
-    read.add_whole(train, "--process", 0, metavar="I", help="one of several: which, from 0")
+def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Arguments that a job takes by the same names."""
+    return {name: getattr(arguments, name) for name in names}
 
 
 # The jobs are imported by the command that needs them, so that --help and bad arguments do not
@@ -254,13 +286,13 @@ def _config(arguments: argparse.Namespace) -> "RunConfig":
 
 def _train(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
+    from tim_jax import placement
     from tim_jax.app.jobs import train
-    from tim_jax.placement import processes
 
     if _one_of_several(arguments):
-        processes.join(arguments.coordinator, arguments.processes, arguments.process)
+        placement.join(arguments.coordinator, arguments.processes, arguments.process)
     folder = train.train_run(config)
-    if processes.leads():
+    if placement.leads():
         what = "samples, chart and model" if config.run.export else "samples and chart"
         print(f"metrics, {what}: {folder}")
     return 0
@@ -285,23 +317,18 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     if not all(arguments.prompt):
         raise InputError("the prompt is empty; give it some text to go on from")
-    from tim_jax.app.jobs import generating
+    from tim_jax.app.jobs import models
     from tim_jax.app.run import display
     from tim_jax.placement import Placement
 
-    shape = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
-    rows = generating.generate(
+    rows = models.generate(
         arguments.model,
         arguments.prompt,
-        samples=arguments.samples,
-        max_tokens=arguments.max_tokens,
-        shape=shape,
-        dtype=arguments.dtype,
-        seed=arguments.seed,
+        shape=_given(arguments, "temperature", "top_k", "top_p"),
         chat_template=False if arguments.plain else "auto",
-        where=Placement(arguments.data, arguments.fsdp, arguments.expert, arguments.tensor),
-        family=arguments.family,
+        where=Placement(**_given(arguments, "data", "fsdp", "expert", "tensor")),
         measured=_kept_folder() / "measured",
+        **_given(arguments, "samples", "max_tokens", "dtype", "seed", "family"),
     )
     for prompt, completion, log_prob in rows:
         shown = (display.printable_lines(text) for text in (prompt, completion))
@@ -312,13 +339,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from tim_jax.app.jobs import models
 
-    step = models.export(
-        arguments.source,
-        arguments.folder,
-        step=arguments.step,
-        dtype=arguments.dtype,
-        adapter=arguments.adapter,
-    )
+    own = _given(arguments, "step", "dtype", "adapter")
+    step = models.export(arguments.source, arguments.folder, **own)
     loads = "PEFT" if arguments.adapter else "transformers"
     print(f"checkpoint of step {step}, as {loads} loads it: {arguments.folder}")
     return 0
@@ -329,41 +351,36 @@ def _audit(arguments: argparse.Namespace) -> int:
 
     if arguments.sampler is not None:
         return _ablate(arguments)
-    for name in ("markdown", "chart", "prompts", "samples"):
-        if getattr(arguments, name) is not None:
+    for name, value in _given(arguments, "markdown", "chart", "prompts", "samples").items():
+        if value is not None:
             raise InputError(f"--{name} goes with --sampler")
-    report, passed = audit.audit_model(
-        arguments.model,
-        quick=arguments.quick,
-        family=arguments.family or "auto",
-        interpret=arguments.interpret,
-        dtype=arguments.dtype,
-        several_tiles=arguments.several_tiles,
-    )
+    family = arguments.family or "auto"
+    own = _given(arguments, "quick", "interpret", "dtype", "several_tiles")
+    report, passed = audit.audit_model(arguments.model, family=family, **own)
     _write(arguments.json, report)
     return 0 if passed else 1
 
 
 def _ablate(arguments: argparse.Namespace) -> int:
-    from tim_jax.app.jobs import measuring, memory
+    from tim_jax.app.jobs import audit, planning
     from tim_jax.instruments.auditing import ablation
 
-    for name in ("quick", "family", "interpret", "several_tiles"):
-        if getattr(arguments, name):
+    for name, value in _given(arguments, "quick", "family", "interpret", "several_tiles").items():
+        if value:
             raise InputError(f"--{name.replace('_', '-')} does not go with --sampler")
-    dial = measuring.read_dial(arguments.sampler)
-    with memory.explained(lambda: {"": ("--prompts", "--samples", "--dtype bfloat16")}):
-        bench = measuring.make_bench(
-            arguments.model,
-            prompts=arguments.prompts or 32,
-            samples=arguments.samples or 8,
-            dtype=arguments.dtype,
-        )
-        result = measuring.report(bench, ablation.alone_and_together(dial))
+    dial = audit.read_dial(arguments.sampler)
+    sizes = {"prompts": arguments.prompts or 32, "samples": arguments.samples or 8}
+    with planning.explaining_memory(lambda: {"": ("--prompts", "--samples", "--dtype bfloat16")}):
+        bench = audit.make_bench(arguments.model, **sizes, dtype=arguments.dtype)
+        result = audit.report(bench, ablation.alone_and_together(dial))
     _write(arguments.json, result.json)
     _write(arguments.markdown, result.markdown)
-    if arguments.chart is not None:
-        measuring.draw(result, arguments.chart)
+    if arguments.chart is not None and not result.differs:
+        print(f"{arguments.chart} was not drawn: no token differs")
+    elif arguments.chart is not None:
+        from tim_jax.app.run import charts
+
+        charts.source_chart(result.record, arguments.chart)
     return 0 if result.exact else 1
 
 
@@ -406,8 +423,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
     from tim_jax import api
     from tim_jax.instruments.diagnosis.rollouts import RolloutsError, by_kind
 
-    names = ("format", "temperature", "top_k", "top_p", "log_probs", "skip_bad")
-    how = {name: getattr(arguments, name) for name in names}
+    how = _given(arguments, "format", "temperature", "top_k", "top_p", "log_probs", "skip_bad")
     model = api.load(arguments.model, dtype=arguments.dtype)
     try:
         found = api.diagnose(model, arguments.rollouts, weights=arguments.candidate_weights, **how)
@@ -427,9 +443,12 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     _for_libtpu()
+    if (file := arguments.architecture) is not None:  # else rules would hold of the config's model
+        of_file = f"model={{path={json.dumps(str(file))}}}"
+        arguments.overrides = [*arguments.overrides, of_file]
     config = _config(arguments)
     from tim_jax.app.jobs import planning
-    from tim_jax.instruments.plan import lines
+    from tim_jax.instruments.plan.planning import as_json, text
 
     plan = planning.plan_run(
         config,
@@ -440,8 +459,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         searching=not arguments.quick,
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    print(lines.text(plan))
-    _write(arguments.json, json.dumps(lines.as_json(plan), indent=2))
+    print(text(plan))
+    _write(arguments.json, json.dumps(as_json(plan), indent=2))
     return 0 if plan.fits else 1
 
 
@@ -464,5 +483,7 @@ def _for_libtpu() -> None:
 def _write(path: Path | None, text: str) -> None:
     if path is None:
         return
+    from tim_jax.model.files import write_text
+
     with writing(path):
-        path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        write_text(path, text + "\n", errors="backslashreplace")

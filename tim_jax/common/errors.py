@@ -66,8 +66,8 @@ OUT_OF_MEMORY = Ending(
 )
 INTERRUPTED = Ending(
     130,
-    "tim-jax: interrupted; the same command goes on from the last checkpoint",
-    "Ctrl-C, or SIGINT.",
+    "tim-jax: interrupted{}",
+    "Ctrl-C, or SIGINT. The line says so if the same command goes on from a checkpoint.",
 )
 PREEMPTED = Ending(143, "tim-jax: {}", "SIGTERM: the step was finished and saved.")
 

@@ -39,10 +39,10 @@ _KINDS: Mapping[type, tuple[type, str]] = MappingProxyType(
 def expanded(path: str | os.PathLike[str]) -> Path:
     """Returns a path with `~` and `~user` at its beginning replaced by the home folder.
 
-    Raises:
-      InputError: it is a URL, there is no such user, or no file can have such a path: it has a NUL
-        in it, or is too long.
+    Refuses URLs, unknown users, and what no file can be called: with a NUL, or too long.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"path must be text or a pathlib.Path, got {shown(path)}")
     text = os.fspath(path)
     if "\0" in text:
         raise InputError(f"path {shown(text)}: has a NUL character")
@@ -81,30 +81,40 @@ def expanded_name(text: str) -> str:
 
 
 def json_value(text: str, where: str, *, checked: bool = False) -> Any:
-    """Returns the value of JSON text.
+    """Returns the value of JSON text; refuses what is none, is too deep, or has endless digits.
 
     Args:
       where: the file, in messages.
-      checked: refuse what `wrong_number` finds.
-
-    Raises:
-      InputError: it is not JSON, is nested too deep, or has a number of thousands of digits.
+      checked: refuse what `wrong_number` finds, and a key that has two values.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_once if checked else None)
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not JSON: {error}") from None
     except RecursionError:
         raise InputError(
             f"{where}: not JSON: lists and objects lie too deep in one another"
         ) from None
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
     except ValueError:  # Python converts no longer ones
         raise InputError(f"{where}: a number has thousands of digits") from None
     wrong = wrong_number(value) if checked else None
     if wrong is not None:
         key, number, rule = wrong
-        raise InputError(f"{where}: {'.'.join(key)} = {number}: {rule}")
+        raise InputError(f"{where}: {'.'.join(key) or 'the value'} = {number}: {rule}")
     return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; refuses a key that stands there twice with different values."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found and repr(found[key]) != repr(value):
+            both = f"{shown(found[key])} and {shown(value)}"
+            raise InputError(f"{shown(key)} stands there twice, with {both}; leave one out")
+        found[key] = value
+    return found
 
 
 def refuse_unknown(function: Callable[P, T]) -> Callable[P, T]:
@@ -240,9 +250,10 @@ def whole(value: Any) -> bool:
 def check_whole(
     name: str, value: object, *, least: int | None = None, most: int | None = None
 ) -> int:
-    """Returns `value`, checked to be a whole number of at least `least` and at most `most`."""
-    if not isinstance(value, int) or isinstance(value, bool):
+    """Returns `value`, a whole number of at least `least` and at most `most`, as an int."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise InputError(f"{name} must be a whole number, got {shown(value)}")
+    value = int(value)
     if least is not None and value < least:
         raise InputError(f"{name} must be at least {least}, got {value}")
     if most is not None and value > most:

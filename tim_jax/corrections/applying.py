@@ -7,7 +7,8 @@ sequence's coefficients have the bits that they have in an unpacked batch.
 """
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -17,9 +18,8 @@ import optax
 from tim_jax.common.errors import InputError
 from tim_jax.corrections.base import Block, Bounds, Correction, Reads, chain, check_shape, outside
 from tim_jax.corrections.ratios import ratio
-from tim_jax.numerics import masked
-from tim_jax.numerics.strict import arithmetic_dtype, widened
-from tim_jax.numerics.sums import compensated_sum, row_count, whole
+from tim_jax.numerics import strict
+from tim_jax.numerics.strict import arithmetic_dtype, compensated_sum, row_count, whole, widened
 
 
 class Layout(NamedTuple):
@@ -134,15 +134,13 @@ def correct(
     """
     chained = chain(correction)
     arrays = {"log_ratio": log_ratio, "mask": mask, **extra}
-    arrays, layout = _rows(arrays, segment_ids, segments)
-    applied = _applied(chained, state, arrays)
-    [log_ratio] = widened(arrays["log_ratio"])
-    metrics = correction_metrics(applied.coefficients, arrays["mask"], kept=applied.kept)
+    applied, arrays, layout = _applied(chained, state, arrays, segment_ids, segments)
+    mask, [log_ratio] = arrays.pop("mask"), widened(arrays.pop("log_ratio"))
+    metrics = correction_metrics(applied.coefficients, mask, kept=applied.kept)
     log_ratios: dict[Reads, jax.Array] = {"old": log_ratio, "current": log_ratio}
-    given = chained, log_ratios, arrays["mask"]
-    others = {name: x for name, x in arrays.items() if name not in ("log_ratio", "mask")}
+    given = chained, log_ratios, mask
     metrics |= bound_metrics(*given)
-    metrics |= block_metrics(*given, **others) | sequence_weight_metrics(*given, **others)
+    metrics |= block_metrics(*given, **arrays) | sequence_weight_metrics(*given, **arrays)
     if applied.normaliser is not None:
         metrics["normaliser"] = applied.normaliser
     tokens = applied.coefficients, applied.kept
@@ -171,9 +169,8 @@ def coefficients(
             "coefficients(...) forgets the state of this correction; use correct(..., state=...)"
         )
     arrays = {"log_ratio": log_ratio, "mask": mask, **extra}
-    arrays, layout = _rows(arrays, segment_ids, segments)
-    result = _applied(chained, None, arrays).coefficients
-    return result if layout is None else pack(result, layout)
+    applied, _, layout = _applied(chained, None, arrays, segment_ids, segments)
+    return applied.coefficients if layout is None else pack(applied.coefficients, layout)
 
 
 def apply(correction: Correction, start: jax.Array, state: Any, **extra: Any) -> Applied:
@@ -204,20 +201,20 @@ def apply(correction: Correction, start: jax.Array, state: Any, **extra: Any) ->
     return Applied(coefficients, kept, tuple(states), normaliser)
 
 
-def _rows(arrays, segment_ids, segments) -> tuple[dict[str, Any], Layout | None]:
-    """Returns the arrays as [B, R], the mask as bool, and the layout of a packed batch."""
+def _applied(
+    correction: Correction, state: Any, arrays: dict[str, Any], segment_ids, segments
+) -> tuple[Applied, dict[str, Any], Layout | None]:
+    """Also returns the arrays as [B, R], the mask as bool, and the layout of a packed batch."""
     arrays = {name: x for name, x in arrays.items() if x is not None}
     layout = None
     if segment_ids is not None:
         layout = layout_of(segment_ids, segments, arrays["mask"])
         arrays = {name: unpack(x, layout) for name, x in arrays.items()}
     check_shape("log_ratio", arrays["log_ratio"].shape, arrays["mask"].shape)
-    return {**arrays, "mask": arrays["mask"].astype(bool)}, layout
-
-
-def _applied(correction: Correction, state: Any, arrays: dict[str, Any]) -> Applied:
+    arrays["mask"] = arrays["mask"].astype(bool)
     start = arrays["mask"].astype(arithmetic_dtype(*arrays.values()))
-    return apply(correction, start, correction.init(start) if state is None else state, **arrays)
+    state = correction.init(start) if state is None else state
+    return apply(correction, start, state, **arrays), arrays, layout
 
 
 def correction_metrics(
@@ -236,22 +233,22 @@ def correction_metrics(
     zero = mask & (coefficients == 0.0)
     full = jnp.any(mask, axis=1)
     rejected = full & ~jnp.any(mask & ~zero, axis=1)
-    mean = masked.mean(coefficients, mask)
-    spread = masked.mean(jnp.square(coefficients - mean), mask)
+    mean = strict.mean(coefficients, mask)
+    spread = strict.mean(jnp.square(coefficients - mean), mask)
     lost = None if kept is None else mask & ~whole(kept).astype(bool)
-    removed = {} if lost is None else {"removed_share": masked.share(lost, mask)}
-    least, most = (masked.extreme(coefficients, mask, f) for f in (jnp.min, jnp.max))
+    removed = {} if lost is None else {"removed_share": strict.share(lost, mask)}
+    least, most = (strict.extreme(coefficients, mask, f) for f in (jnp.min, jnp.max))
     return {
-        "zero_share": masked.share(zero, mask),
-        "masked_share": masked.share(zero & ~rejected[:, None], mask),
-        "rejected_share": masked.share(rejected, full),
+        "zero_share": strict.share(zero, mask),
+        "masked_share": strict.share(zero & ~rejected[:, None], mask),
+        "rejected_share": strict.share(rejected, full),
         **removed,
         "coefficient_mean": mean,
         "coefficient_std": jnp.sqrt(spread),
         "coefficient_min": least,
         "coefficient_max": most,
-        **masked.quantiles(coefficients, mask, "coefficient"),
-        "ess": masked.effective_share(mean, spread + jnp.square(mean), least=least, most=most),
+        **strict.quantiles(coefficients, mask, "coefficient"),
+        "ess": strict.effective_share(mean, spread + jnp.square(mean), least=least, most=most),
     }
 
 
@@ -281,7 +278,7 @@ def bound_metrics(
             flags = clipped_shares(block.bounds, log_ratios[block.reads], mask)
             for name, flag in zip(("clipped_low_share", "clipped_high_share"), flags, strict=True):
                 beyond[name] = beyond.get(name, False) | flag
-    return {name: masked.share(flag, mask) for name, flag in beyond.items()}
+    return {name: strict.share(flag, mask) for name, flag in beyond.items()}
 
 
 def block_metrics(
@@ -300,21 +297,24 @@ def block_metrics(
       extra: `log_probs` by what the blocks read too, and `advantages`. A block without what it
         needs, or with a state (`scheduled`), is left out.
     """
-    mask, found = whole(mask).astype(bool), {}
+    mask, found, seen = whole(mask).astype(bool), {}, Counter()
     full = jnp.any(mask, axis=1)
-    for label, block in _labelled(correction):
+    for block in correction.blocks:
+        seen[block.label] += 1
+        number = seen[block.label]
+        label = block.label if number == 1 else f"{block.label}_{number}"
         arrays = _arrays(block, log_ratios, mask, extra)
         if arrays is None:
             continue
         for side, flag in _beyond(block, arrays, mask).items():
             one_each = flag.shape[1] == 1 and mask.shape[1] > 1
             unit = full[:, None] if one_each else mask
-            found[f"{side}_share/{label}"] = masked.share(unit & flag, unit)
+            found[f"{side}_share/{label}"] = strict.share(unit & flag, unit)
         if block.effect == "reject":
             kept = _updated(block, mask.astype(arithmetic_dtype(*arrays.values())), arrays)
             out = mask & (kept == 0.0)
-            found[f"rejected_tokens/{label}"] = masked.share(out, mask)
-            found[f"rejected_sequences/{label}"] = masked.share(jnp.any(out, axis=1), full)
+            found[f"rejected_tokens/{label}"] = strict.share(out, mask)
+            found[f"rejected_sequences/{label}"] = strict.share(jnp.any(out, axis=1), full)
     return found
 
 
@@ -339,24 +339,17 @@ def sequence_weight_metrics(
             return {}
         tokens = _updated(block, tokens, arrays)
     full, lengths = jnp.any(mask, axis=1), jnp.maximum(row_count(mask), 1).astype(tokens.dtype)
-    weights = masked.quotient(compensated_sum(jnp.where(mask, tokens, 0.0))[0], lengths)
-    mean = masked.mean(weights, full)
+    weights = strict.quotient(compensated_sum(jnp.where(mask, tokens, 0.0))[0], lengths)
+    mean = strict.mean(weights, full)
     number = jnp.sum(full, dtype=jnp.int32).astype(tokens.dtype)
-    spread = masked.mean(jnp.square(weights - mean), full)
+    spread = strict.mean(jnp.square(weights - mean), full)
     return {
         "sequence_weight_mean": mean,
         "sequence_weight_std": jnp.sqrt(spread * number / jnp.maximum(number - 1.0, 1.0)),
-        "sequence_weight_min": masked.extreme(weights, full, jnp.min),
-        "sequence_weight_max": masked.extreme(weights, full, jnp.max),
-        "sequence_weight_max_deviation": masked.extreme(jnp.abs(weights - 1.0), full, jnp.max),
+        "sequence_weight_min": strict.extreme(weights, full, jnp.min),
+        "sequence_weight_max": strict.extreme(weights, full, jnp.max),
+        "sequence_weight_max_deviation": strict.extreme(jnp.abs(weights - 1.0), full, jnp.max),
     }
-
-
-def _labelled(correction: Correction) -> Iterator[tuple[str, Block]]:
-    seen: dict[str, int] = {}
-    for block in correction.blocks:
-        seen[block.label] = seen.get(block.label, 0) + 1
-        yield block.label + (f"_{seen[block.label]}" if seen[block.label] > 1 else ""), block
 
 
 def _arrays(block: Block, log_ratios, mask, extra) -> dict[str, Any] | None:

@@ -38,6 +38,7 @@ from jax.core import Tracer
 
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.common.inputs import shown
+from tim_jax.corrections.ratios import Level
 from tim_jax.numerics.strict import arithmetic_dtype, widened
 
 Effect = Literal["weight", "scale", "mask", "reject"]
@@ -53,7 +54,7 @@ _OF_TOKENS = ("coefficients", "log_ratio", "log_probs", "divergence")
 class Bounds(NamedTuple):
     """Bounds on the importance ratio at a level, for reports of how often they are exceeded."""
 
-    level: Literal["token", "sequence", "geometric", "turn", "turn_geometric"]
+    level: Level
     lower: Any  # None, a number, or a traced f32[]
     upper: Any
 
@@ -312,6 +313,14 @@ def plain_number(value: Any) -> Any:
     return widened(value)[0] if number is None else number
 
 
+def checked_number(name: str, value: Any, holds: Callable[[float], bool], rule: str) -> Any:
+    """Returns a `plain_number`. Refuses one that is known and does not hold; NaN never should."""
+    number = known_number(value)
+    if number is not None and not holds(number):
+        raise InputError(f"{name} is {value}; it must {rule}")
+    return plain_number(value)
+
+
 def matching(number: Any, values: jax.Array) -> Any:
     """Returns a `plain_number` as it is, or in the dtype of the values if it is traced."""
     return number.astype(values.dtype) if isinstance(number, jax.Array) else number
@@ -357,28 +366,27 @@ def stages(correction: Correction, mode: Mode) -> Stages:
       InputError: there is no such mode.
     """
     check_choice("mode", mode, get_args(Mode))
-    if mode == "bypass":
-        return Stages(Correction(()), correction)
-    step = tuple(block for block in correction.blocks if block.reads == "old")
-    update = tuple(block for block in correction.blocks if block.reads == "current")
-    return Stages(Correction(step), Correction(update))
+    return Stages(*map(Correction, split_state(correction, mode, correction.blocks)))
 
 
 def split_state(correction: Correction, mode: Mode, state: tuple) -> tuple[tuple, tuple]:
-    """Returns the states of both stages."""
-    if mode == "bypass":
-        return (), tuple(state)
+    """Returns the states of both stages, or what else there is one of for every block."""
     pairs = list(zip(correction.blocks, state, strict=True))
-    step = tuple(part for block, part in pairs if block.reads == "old")
-    return step, tuple(part for block, part in pairs if block.reads == "current")
+    step, update = (
+        tuple(part for block, part in pairs if _late(block, mode) == late) for late in (False, True)
+    )
+    return step, update
 
 
 def join_state(correction: Correction, mode: Mode, step: tuple, update: tuple) -> tuple:
     """Undoes `split_state`."""
-    if mode == "bypass":
-        return tuple(update)
-    parts = {"old": iter(step), "current": iter(update)}
-    return tuple(next(parts[block.reads]) for block in correction.blocks)
+    parts = iter(step), iter(update)
+    return tuple(next(parts[_late(block, mode)]) for block in correction.blocks)
+
+
+def _late(block: Block, mode: Mode) -> bool:
+    """True if a mode evaluates the block in every update."""
+    return mode == "bypass" or block.reads == "current"
 
 
 def check(
@@ -407,11 +415,13 @@ def check(
     weights = [block for block in correction.blocks if block.effect == "weight"]
     for first, second in combinations(weights, 2):
         if None in (first.sign, second.sign) or first.sign == second.sign:
+            own = OWN in (first.name, second.name)
+            declare = f", or say with corrections.declared what effect {OWN} has" if own else ""
             raise InputError(
                 f"{second.name} weights by a ratio to pi_rollout, and so does {first.name}: it"
-                f" would count twice; leave one of them out{_if_own(first, second)}"
+                f" would count twice; leave one of them out{declare}"
             )
-    twice = [block for block in weights if mode == "bypass" or block.reads == "current"]
+    twice = [block for block in weights if _late(block, mode)]
     if has_ratio and twice:
         way = 'set mode = "recompute"' if mode == "bypass" else "let it read the old policy"
         raise InputError(
@@ -448,11 +458,6 @@ def check_rejecting_first(correction: Correction, mode: Mode) -> None:
     for block in rejecting:
         if "advantages" in block.needs or block.sign is not None:
             raise InputError(f"{what}: {block.name} reads the advantages, which come after it")
-
-
-def _if_own(*blocks: Block) -> str:
-    own = any(block.name == OWN for block in blocks)
-    return f", or say with corrections.declared what effect {OWN} has" if own else ""
 
 
 def _check_order(correction: Correction) -> None:

@@ -14,13 +14,11 @@ coefficients so far (`normalise`, `normalise_by_running_mean`). Bounds must incl
 ratio, so that zero mismatch gives coefficients of exactly 1. They may be traced numbers
 (`optax.inject_hyperparams`), which are not checked.
 
-The statistic of a block that reads the whole batch (`normalise`, `normalise_by_running_mean`,
-`mix_in_adaptively`) must not depend on how the batch was split. So `update` has to be given the
-whole batch: with micro-batches, compute the log-ratios of all of them first. Each row is then
-summed in a fixed order, and the rows' sums in a fixed tree (`tim_jax.numerics.sums`). That gives
-the same bits on one device, on arrays sharded over many under `jit`, and inside `shard_map`, if
-`axis_name` names the mesh axis that the rows are split over: the rows' sums are then gathered
-before the tree. Counts are integers.
+A block that reads the whole batch (`normalise`, `normalise_by_running_mean`, `mix_in_adaptively`)
+must be given it whole: with micro-batches, compute the log-ratios of all of them first. Each row is
+summed in a fixed order, and the rows' sums in a fixed tree (`tim_jax.numerics.strict`). So the
+bits are the same on one device, on arrays sharded over many under `jit`, and inside `shard_map`, if
+`axis_name` names the mesh axis that the rows are split over: their sums are then gathered.
 """
 
 from dataclasses import replace
@@ -40,6 +38,7 @@ from tim_jax.corrections.base import (
     Sign,
     Transform,
     chain,
+    checked_number,
     declared,
     known_number,
     map_coefficients,
@@ -50,8 +49,8 @@ from tim_jax.corrections.base import (
     take_extra,
 )
 from tim_jax.corrections.ratios import Level, Over, Statistic
-from tim_jax.numerics import masked, strict
-from tim_jax.numerics.sums import compensated_sum, count, row_count
+from tim_jax.numerics import strict
+from tim_jax.numerics.strict import compensated_sum, count, row_count
 
 Bound = float | jax.Array | None
 
@@ -170,10 +169,8 @@ def veto(threshold: float = 1e-4) -> Correction:
 
     The log-ratio is not clipped to ±20 here, so that thresholds down to 1e-30 work.
     """
-    number = known_number(threshold)
-    if number is not None and not 0.0 < number < 1.0:
-        raise InputError(f"veto threshold is {threshold}; it must lie in (0, 1)")
-    limit = _log(threshold)
+    name, rule = "veto threshold", "lie in (0, 1)"
+    limit = _log(checked_number(name, threshold, lambda x: 0.0 < x < 1.0, rule))
 
     def keep(coefficients, mask, log_ratio):
         fatal = jnp.any(mask & (log_ratio < matching(limit, log_ratio)), axis=-1, keepdims=True)
@@ -228,12 +225,10 @@ def checked_bounds(lower: Any, upper: Any) -> tuple[Any, Any]:
     """
     if lower is None and upper is None:
         raise InputError("no bound on the ratio; give lower, upper or both")
-    numbers = {}
-    for name, bound in (("lower", lower), ("upper", upper)):
-        numbers[name] = None if bound is None else known_number(bound)
-        if numbers[name] is not None and not numbers[name] > 0.0:
+    low, high = (None if bound is None else known_number(bound) for bound in (lower, upper))
+    for name, bound, number in (("lower", lower, low), ("upper", upper, high)):
+        if number is not None and not number > 0.0:
             raise InputError(f"the {name} bound is {bound}; a bound on the ratio must be above 0")
-    low, high = numbers["lower"], numbers["upper"]
     if low is not None and high is not None and low > high:
         raise InputError(f"the lower bound is {lower}, above the upper one, which is {upper}")
     if low is not None and low > 1.0:
@@ -294,9 +289,8 @@ def _inside(values: jax.Array, lower: Any, upper: Any) -> jax.Array:
 
 
 def _log(bound: Any) -> Any:
-    """The logarithm of a bound: to float64's precision where its value is known."""
-    number = known_number(bound)
-    return strict.log(*strict.widened(bound)) if number is None else float(np.log(number))
+    """The logarithm of a `plain_number`: to float64's precision where its value is known."""
+    return strict.log(bound) if isinstance(bound, jax.Array) else float(np.log(bound))
 
 
 Unit = Literal["token", "sequence"]
@@ -347,10 +341,7 @@ def normalise_by_running_mean(
     with a NaN, leaves the mean as it is.
     """
     check_choice("unit", unit, get_args(Unit))
-    number = known_number(decay)
-    if number is not None and not 0.0 <= number < 1.0:
-        raise InputError(f"decay is {decay}; it must lie in [0, 1)")
-    decay = plain_number(decay)
+    decay = checked_number("decay", decay, lambda x: 0.0 <= x < 1.0, "lie in [0, 1)")
 
     def init(params):
         return RunningMeanState(jnp.ones((), strict.arithmetic_dtype(*jax.tree.leaves(params))))
@@ -403,10 +394,7 @@ def mix_in_adaptively(
     """
     check_choice("level", level, get_args(Level))
     _, upper = checked_bounds(None, upper)
-    number = known_number(kl_scale)
-    if number is not None and not number > 0.0:
-        raise InputError(f"kl_scale is {kl_scale}; it must be above 0")
-    kl_scale = plain_number(kl_scale)
+    kl_scale = checked_number("kl_scale", kl_scale, lambda x: x > 0.0, "be above 0")
 
     def mixed(coefficients, mask, log_ratio):
         def mean(values):
@@ -454,13 +442,13 @@ def _row_totals(coefficients, mask, unit: Unit, among: Among) -> tuple[jax.Array
     sums, counts = compensated_sum(coefficients)[0], row_count(counted)
     if unit == "token":
         return sums, counts
-    means = masked.quotient(sums, jnp.maximum(counts, 1).astype(sums.dtype))
+    means = strict.quotient(sums, jnp.maximum(counts, 1).astype(sums.dtype))
     return means, (counts > 0).astype(jnp.int32)
 
 
 def _mean_of(sums: jax.Array, counts: jax.Array, axis_name: str | None) -> jax.Array:
     total = compensated_sum(_gathered(sums, axis_name))[0]
-    return masked.quotient(total, count(_gathered(counts, axis_name), total.dtype))
+    return strict.quotient(total, count(_gathered(counts, axis_name), total.dtype))
 
 
 def _gathered(rows: jax.Array, axis_name: str | None) -> jax.Array:

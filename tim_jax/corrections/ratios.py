@@ -10,26 +10,20 @@ Other float dtypes are computed in float32. float64 stays float64: then exponent
 and the bits are not promised.
 """
 
-import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from tim_jax.common.errors import InputError
-from tim_jax.numerics import masked, strict
-from tim_jax.numerics.sums import compensated_sum, row_count, run_sum
+from tim_jax.numerics import strict
+from tim_jax.numerics.strict import compensated_sum, row_count, run_sum
 
 Level = Literal["token", "sequence", "geometric", "turn", "turn_geometric"]
 Statistic = Literal["ratio", "k1", "k2", "k3", "error", "binary_kl", "divergence"]
 Over = Literal["token", "sum", "mean", "max"]
 
 PROBABILITY_FLOOR = 1e-6
-
-# k3 = exp(d) - 1 - d = d^2 (1/2! + d/3! + ...): the Taylor coefficients, highest power first, up to
-# 1/12! for float32 and 1/19! for float64.
-_K3_SERIES = tuple(1.0 / math.factorial(n) for n in range(12, 1, -1))
-_K3_SERIES_64 = tuple(1.0 / math.factorial(n) for n in range(19, 1, -1))
 
 
 def ratio(log_ratio: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
@@ -51,20 +45,14 @@ def ratio(log_ratio: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
         total = run_sum(_finite(differences), mask)
         if level == "turn_geometric":
             length = run_sum(mask.astype(total.dtype), mask)
-            total = masked.quotient(total, jnp.maximum(length, 1.0))
+            total = strict.quotient(total, jnp.maximum(length, 1.0))
         return _exp(_clipped(total))
     if level == "sequence":
         high, low = compensated_sum(_finite(differences))
         clipped = _clipped(high)
         # exp(high + low) for a low far below one unit in the last place of high.
         return (_exp(clipped) * (1.0 + jnp.where(clipped == high, low, 0.0)))[:, None]
-    return _exp(_clipped(mean_log_ratio(log_ratio, mask)))[:, None]
-
-
-def mean_log_ratio(log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns f32[B], `mean_t d_t` of each row; 0 for a row without tokens."""
-    [log_ratio] = strict.widened(log_ratio)
-    return _row_mean(_finite(jnp.where(mask, log_ratio, 0.0)), mask)
+    return _exp(_clipped(_row_mean(_finite(differences), mask)))[:, None]
 
 
 def token_statistic(
@@ -105,12 +93,9 @@ def token_statistic(
 
 
 def k3(log_ratio: jax.Array) -> jax.Array:
-    """Returns `exp(d) - 1 - d` to full relative precision: near 0 the plain terms cancel."""
+    """Returns `exp(d) - 1 - d` to full relative precision."""
     [log_ratio] = strict.widened(log_ratio)
-    d = jnp.clip(log_ratio, -1.0, 1.0)
-    series = _K3_SERIES_64 if d.dtype == jnp.float64 else _K3_SERIES
-    near = jnp.square(d) * strict.polynomial(d, series)
-    return jnp.where(d == log_ratio, near, strict.exp(log_ratio) - 1.0 - log_ratio)
+    return strict.exp_above_tangent(log_ratio)
 
 
 def aggregate(values: jax.Array, mask: jax.Array, over: Literal["sum", "mean"]) -> jax.Array:
@@ -146,7 +131,7 @@ def _binary_kl(log_probs: jax.Array, log_ratio: jax.Array) -> jax.Array:
 def _row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     high, low = compensated_sum(values)
     lengths = jnp.maximum(row_count(mask), 1).astype(values.dtype)
-    return masked.quotient(high, lengths) + low / lengths
+    return strict.quotient(high, lengths) + low / lengths
 
 
 def _clipped(exponent: jax.Array) -> jax.Array:

@@ -16,13 +16,23 @@ corrections = [
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from tim_jax.common.errors import InputError, check_choice, did_you_mean
-from tim_jax.corrections.base import Correction, chain, declared, known_number, plain_number
+from tim_jax.common.inputs import shown
+from tim_jax.corrections.base import (
+    Correction,
+    chain,
+    checked_number,
+    declared,
+    known_number,
+    plain_number,
+)
 from tim_jax.corrections.blocks import (
     Bound,
     mask_outside,
@@ -159,10 +169,9 @@ def off_policy_sequence_mask(*, bound: float = 0.5) -> Correction:
     Unweighted, on the policy of each update ("current"); what it drops stays in the denominator.
     Needs `advantages`.
     """
-    number = known_number(bound)
-    if number is not None and not number >= 0.0:
-        raise InputError(f"bound is {bound}; it must be 0 or more")
-    lower = strict.exp(-strict.widened(bound)[0]) if number is None else np.exp(-number)
+    # exp(-bound) is 0 from 104 on, where nothing would be dropped.
+    bound = checked_number("bound", bound, lambda x: 0.0 <= x <= 100.0, "lie in [0, 100]")
+    lower = strict.exp(-bound) if isinstance(bound, jax.Array) else np.exp(-bound)
     below = where_advantage("negative", reject("k1", over="mean", lower=lower))
     return declared(below, reads="current", effect="mask")
 
@@ -181,10 +190,7 @@ def vexact(
     1 ± bound, for k3 its mean must be at most `bound`. The ratio is trainer over rollout at the
     same weights; on the PPO ratio the paper found it to work less well.
     """
-    number = known_number(bound)
-    if number is not None and not 0.0 <= number < 1.0:
-        raise InputError(f"bound is {bound}; it must lie in [0, 1)")
-    bound = plain_number(bound)
+    bound = checked_number("bound", bound, lambda x: 0.0 <= x < 1.0, "lie in [0, 1)")
     lower, upper = (1.0 - bound, 1.0 + bound) if statistic == "k1" else (None, bound)
     rejection = reject(statistic, over="mean", lower=lower, upper=upper)
     return chain(rejection, token_tis(cap=cap))
@@ -227,6 +233,11 @@ def build(entries: Iterable[Mapping[str, Any]]) -> Correction:
 
 def _build_one(entry: Mapping[str, Any]) -> Correction:
     functions = {**RECIPES, **BLOCKS}
+    if not isinstance(entry, Mapping):
+        raise InputError(
+            f"correction {shown(entry)} is no table; corrections are a list of tables, such as"
+            ' [{"name": "token_tis", "cap": 2.0}]'
+        )
     if "name" not in entry:
         raise InputError(
             f"correction {dict(entry)!r} has no name; known: {', '.join(sorted(functions))}"
@@ -242,13 +253,9 @@ def _build_one(entry: Mapping[str, Any]) -> Correction:
     for argument, parameter in parameters.items():
         if parameter.default is parameter.empty and argument not in arguments:
             raise InputError(f"correction {name!r} needs the argument {argument!r}")
-        _check_number(name, argument, parameter.annotation, arguments.get(argument))
+        value = arguments.get(argument)
+        numeric = value is not None and parameter.annotation in (float, float | None, Bound)
+        number = known_number(value) if numeric else None
+        if number is not None and math.isnan(number):
+            raise InputError(f"correction {name!r}: {argument} is {value!r}; it must be a number")
     return functions[name](**arguments)
-
-
-def _check_number(name: str, argument: str, annotation: object, value: object) -> None:
-    if annotation not in (float, float | None, Bound) or value is None:
-        return
-    number = known_number(value)
-    if number is not None and number != number:
-        raise InputError(f"correction {name!r}: {argument} is {value!r}; it must be a number")

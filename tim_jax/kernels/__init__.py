@@ -1,7 +1,7 @@
 """The operations of the forward in several families: plain XLA, exact tiles, and Pallas kernels.
 
-`interface` says what a family is. `composed` makes the families "tiles" and "native"; `pallas_gpu`,
-`pallas_mosaic_gpu` and `pallas_tpu` are the others.
+`families` says what a family is, and makes "tiles" and "native"; `pallas_gpu`, `pallas_mosaic_gpu`
+and `pallas_tpu` are the others.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ import jax
 
 from tim_jax.kernels import (
     cache,
-    composed,
+    families,
     native,
     pallas_gpu,
     pallas_mosaic_gpu,
@@ -21,14 +21,14 @@ from tim_jax.kernels import (
 )
 from tim_jax.kernels.cache import in_blocks
 from tim_jax.kernels.cache import write as written
-from tim_jax.kernels.interface import Heads, Kernels
+from tim_jax.kernels.families import Heads, Kernels
 from tim_jax.numerics import GPU_FAMILIES, Numerics
 
 __all__ = ["Heads", "Kernels", "family", "in_blocks", "native", "tiles", "written"]
 
 _FAMILIES: dict[str, Kernels] = {
-    "tiles": composed.TILES,
-    "native": composed.NATIVE,
+    "tiles": families.TILES,
+    "native": families.NATIVE,
     "pallas_gpu": pallas_gpu.KERNELS,
     "pallas_mosaic_gpu": replace(pallas_gpu.KERNELS, product=pallas_mosaic_gpu.product),
     "pallas_tpu": pallas_tpu.KERNELS,

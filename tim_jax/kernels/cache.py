@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from tim_jax.kernels import formulas
-from tim_jax.kernels.interface import Into, Kernels
+from tim_jax.kernels.families import Into, Kernels
 from tim_jax.kernels.pallas import PLATFORMS, gpu_call, parts_of, tpu_call
 from tim_jax.numerics import GPU_FAMILIES, Numerics, strict
 

@@ -29,9 +29,8 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.kernels import native, tiles
-from tim_jax.kernels.composed import elementwise, gated
+from tim_jax.kernels.families import Kernels, elementwise, gated
 from tim_jax.kernels.formulas import narrowed
-from tim_jax.kernels.interface import Kernels
 from tim_jax.numerics import Numerics, strict
 
 _MOST_ROWS = 128  # of a tile

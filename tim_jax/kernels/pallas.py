@@ -24,8 +24,7 @@ from jax.experimental.pallas import triton as plt
 
 from tim_jax.common.errors import InputError
 from tim_jax.kernels import native
-from tim_jax.kernels.composed import NATIVE, parted
-from tim_jax.kernels.interface import Heads
+from tim_jax.kernels.families import NATIVE, Heads, parted
 from tim_jax.numerics import Numerics
 
 PLATFORMS: Mapping[str, str] = MappingProxyType(
@@ -282,7 +281,7 @@ class Product:
 
 @dataclass(frozen=True)
 class PallasFamily:
-    """A family of `interface.Kernels`, from bare kernels.
+    """A family of `families.Kernels`, from bare kernels.
 
     product(x, weight, extras, what): a `Product` of x [N, K] and weight [K, halves * M], [N, M].
     grouped_product(x, weight, expert, used, what): the same, without extras, of tiles x [T, R, K]
@@ -378,7 +377,7 @@ class PallasFamily:
     def project(
         self, y, cos, sin, optional, *, heads: Heads, eps: float, numerics: Numerics, into=None
     ):
-        """Of the interface; with `into` (`interface.Into`, on a GPU) what `rotated` returns then,
+        """Of the interface; with `into` (`families.Into`, on a GPU) what `rotated` returns then,
         without a gradient."""
         options = {"heads": heads, "eps": eps, "numerics": numerics}
 

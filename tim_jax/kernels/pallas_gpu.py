@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from tim_jax.kernels import native, pallas_attention, pallas_attention_gradient
-from tim_jax.kernels.interface import Heads, Into
+from tim_jax.kernels.families import Heads, Into
 from tim_jax.kernels.pallas import (
     LOG2_E,
     PallasFamily,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from tim_jax.kernels import native, pallas_attention, pallas_attention_gradient
-from tim_jax.kernels.interface import Heads
+from tim_jax.kernels.families import Heads
 from tim_jax.kernels.pallas import (
     PallasFamily,
     Product,

@@ -149,9 +149,15 @@ def split_attention(
         fence(piece(start=start, stop=min(start + size, keys))) for start in range(0, keys, size)
     ]
     peaks, totals, mixes = (jnp.stack(parts) for parts in zip(*softmaxes, strict=True))
-    shares = fence(jnp.exp(peaks - jnp.max(peaks, axis=0, keepdims=True)))
+    narrowed = _narrowed(numerics)
+    shares = narrowed(fence(jnp.exp(narrowed(peaks - jnp.max(peaks, axis=0, keepdims=True)))))
     mixed = jnp.sum(mixes * shares[..., None], axis=0)
-    return fence(mixed / jnp.sum(totals * shares, axis=0)[..., None])
+    return fence(mixed / narrowed(jnp.sum(totals * shares, axis=0))[..., None])
+
+
+def _narrowed(numerics: Numerics) -> Callable[[jax.Array], jax.Array]:
+    """What rounds a step of the attention's softmax."""
+    return partial(formulas.narrowed, dtype=numerics.precision.attention_softmax)
 
 
 def _piece(query, key, value, last, *, start, stop, window, numerics):
@@ -159,9 +165,8 @@ def _piece(query, key, value, last, *, start, stop, window, numerics):
     visible = formulas.visible(jnp.arange(start, stop)[None, None, :], last[:, :, None], window)
     scores = native.scores(query, key[..., start:stop])
     scores = jnp.where(visible[:, None], scores, native.MASKED)
-    peak = jnp.max(scores, axis=-1)
-    weights = jnp.exp(scores - peak[..., None])
-    weights = formulas.narrowed(weights, numerics.precision.attention_softmax)
+    peak, narrowed = jnp.max(scores, axis=-1), _narrowed(numerics)
+    weights = narrowed(jnp.exp(narrowed(scores - peak[..., None])))
     rounded = strict.rounded(weights, value.dtype)
     return peak, jnp.sum(weights, axis=-1), native.mix(rounded, value[:, :, start:stop])
 

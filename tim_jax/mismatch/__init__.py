@@ -9,26 +9,7 @@ docs/mismatch.md has what each imitates and how large the mismatch is that it ca
 """
 
 from tim_jax.common import inputs
-from tim_jax.mismatch.arithmetic import (
-    AttentionSoftmax as AttentionSoftmax,
-    Compute as Compute,
-    ExpertCapacity as ExpertCapacity,
-    ExpertChoice as ExpertChoice,
-    ExpertOrder as ExpertOrder,
-    Head as Head,
-    KVCache as KVCache,
-    Logits as Logits,
-    NativeKernels as NativeKernels,
-    PallasAttention as PallasAttention,
-    Router as Router,
-    Softmax as Softmax,
-    SplitK as SplitK,
-    SplitKV as SplitKV,
-    SumOrder as SumOrder,
-    TensorParallel as TensorParallel,
-    TileSizes as TileSizes,
-    TritonAttention as TritonAttention,
-)
+from tim_jax.mismatch import arithmetic, transfer
 from tim_jax.mismatch.base import (
     Entry as Entry,
     Names as Names,
@@ -48,50 +29,36 @@ from tim_jax.mismatch.dial import (
     refuse_merge as refuse_merge,
     refuse_stale as refuse_stale,
 )
-from tim_jax.mismatch.reporting import (
-    DroppedEnd as DroppedEnd,
-    IgnoredTruncation as IgnoredTruncation,
-    LogProbNoise as LogProbNoise,
-    LogitNoise as LogitNoise,
-    PadMask as PadMask,
-    RawLogProbs as RawLogProbs,
-)
-from tim_jax.mismatch.weights import (
-    InFlightUpdates as InFlightUpdates,
-    LoraMerge as LoraMerge,
-    QuantisedWeights as QuantisedWeights,
-    StaleWeights as StaleWeights,
-)
 
 # Every entry by its name in configurations too: `mismatch.kv_cache(dtype="float8_e4m3fn")`.
-attention_softmax = AttentionSoftmax
-compute = Compute
-dropped_end = DroppedEnd
-expert_capacity = ExpertCapacity
-expert_choice = ExpertChoice
-expert_order = ExpertOrder
-ignored_truncation = IgnoredTruncation
-in_flight_updates = InFlightUpdates
-kv_cache = KVCache
-lm_head = Head
-log_prob_noise = LogProbNoise
-lora_merge = LoraMerge
-logit_noise = LogitNoise
-logits = Logits
-native_kernels = NativeKernels
-pad_mask = PadMask
-pallas_attention = PallasAttention
-quantised_weights = QuantisedWeights
-raw_log_probs = RawLogProbs
-router = Router
-softmax = Softmax
-split_k = SplitK
-split_kv = SplitKV
-stale_weights = StaleWeights
-sum_order = SumOrder
-tensor_parallel = TensorParallel
-tile_sizes = TileSizes
-triton_attention = TritonAttention
+attention_softmax = AttentionSoftmax = arithmetic.AttentionSoftmax
+compute = Compute = arithmetic.Compute
+dropped_end = DroppedEnd = transfer.DroppedEnd
+expert_capacity = ExpertCapacity = arithmetic.ExpertCapacity
+expert_choice = ExpertChoice = arithmetic.ExpertChoice
+expert_order = ExpertOrder = arithmetic.ExpertOrder
+ignored_truncation = IgnoredTruncation = transfer.IgnoredTruncation
+in_flight_updates = InFlightUpdates = transfer.InFlightUpdates
+kv_cache = KVCache = arithmetic.KVCache
+lm_head = Head = arithmetic.Head
+log_prob_noise = LogProbNoise = transfer.LogProbNoise
+lora_merge = LoraMerge = transfer.LoraMerge
+logit_noise = LogitNoise = transfer.LogitNoise
+logits = Logits = arithmetic.Logits
+native_kernels = NativeKernels = arithmetic.NativeKernels
+pad_mask = PadMask = transfer.PadMask
+pallas_attention = PallasAttention = arithmetic.PallasAttention
+quantised_weights = QuantisedWeights = transfer.QuantisedWeights
+raw_log_probs = RawLogProbs = transfer.RawLogProbs
+router = Router = arithmetic.Router
+softmax = Softmax = arithmetic.Softmax
+split_k = SplitK = arithmetic.SplitK
+split_kv = SplitKV = arithmetic.SplitKV
+stale_weights = StaleWeights = transfer.StaleWeights
+sum_order = SumOrder = arithmetic.SumOrder
+tensor_parallel = TensorParallel = arithmetic.TensorParallel
+tile_sizes = TileSizes = arithmetic.TileSizes
+triton_attention = TritonAttention = arithmetic.TritonAttention
 
 
 def __dir__() -> list[str]:

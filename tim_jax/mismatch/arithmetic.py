@@ -1,63 +1,46 @@
 """Entries that change the sampler's arithmetic: dtypes, kernels, tiles, orders of sums, experts."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
-from tim_jax.common.errors import InputError
 from tim_jax.kernels import variants
-from tim_jax.mismatch.base import Entry
+from tim_jax.mismatch.base import POWER_OF_TWO, Count, Dtype, Entry, OneOf, Size, Whole
 from tim_jax.model.execution import Execution
-from tim_jax.numerics import CACHE_DTYPES, Numerics, Rows, Scale
+from tim_jax.numerics import CACHE_DTYPES, COMPUTE_DTYPES, Numerics, Rows, Scale
 
-FLOATS = ("float32", "bfloat16", "float16")
 _STAYS = ("_norm", "_bias", "_scale")  # names of what is float32 in any compute dtype
+_TPU_LANES = 128
 
 
 @dataclass(frozen=True)
 class Compute(Entry):
     """The sampler's weights and activations have another dtype; sums and logits stay float32."""
 
-    dtype: str
+    dtype: Dtype
 
     name, kind = "compute", "precision"
-    imitates = (
-        "a bfloat16 or float16 engine beside a float32 trainer (arXiv 2510.26788 has float16 on"
-        " both sides as the remedy)"
-    )
-
-    def __post_init__(self):
-        self.need_choice("dtype", FLOATS)
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics.in_dtype(self.dtype), decode_head_columns=None)
 
     def weights(self, weights: dict[str, Any]) -> dict[str, Any]:
-        return recast(weights, jnp.dtype(self.dtype))
+        def cast(path, leaf: jax.Array) -> jax.Array:
+            return leaf if path[-1].key.endswith(_STAYS) else leaf.astype(jnp.dtype(self.dtype))
 
-
-def recast(weights: dict[str, Any], dtype: jnp.dtype) -> dict[str, Any]:
-    """Compute weights in another compute dtype; norms, biases and scales are float32 in any."""
-
-    def cast(path, leaf: jax.Array) -> jax.Array:
-        return leaf if path[-1].key.endswith(_STAYS) else leaf.astype(dtype)
-
-    return jax.tree_util.tree_map_with_path(cast, weights)
+        return jax.tree_util.tree_map_with_path(cast, weights)
 
 
 @dataclass(frozen=True)
 class Part(Entry):
     """One field of the numerics' `precision` is another float dtype."""
 
-    dtype: str
+    dtype: Dtype
 
     kind = "precision"
     field: ClassVar[str] = ""
-
-    def __post_init__(self):
-        self.need_choice("dtype", FLOATS)
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics, precision=replace(numerics.precision, **{self.field: self.dtype}))
@@ -68,31 +51,28 @@ class Head(Part):
 
     name = "lm_head"
     field = "head"
-    imitates = "a float32 head in one engine alone (ScaleRL, MiniMax; TRL issue 4303)"
 
 
 class Logits(Part):
     """Logits are rounded to this dtype before the softmax."""
 
-    name = "logits"
-    field = "logits"
-    imitates = "bfloat16 logits, whose step is 0.03 at 8 (MaxText pull request 5231)"
+    name = field = "logits"
 
 
 class Softmax(Part):
     """Every step of the vocabulary's softmax is rounded; the sum itself is taken in float32."""
 
-    name = "softmax"
-    field = "softmax"
-    imitates = "a log-softmax in the compute dtype, the framework's default on logits"
+    name = field = "softmax"
 
 
 class AttentionSoftmax(Part):
     """Every step of the attention's softmax is rounded; the sum itself is taken in float32."""
 
-    name = "attention_softmax"
-    field = "attention_softmax"
-    imitates = "attention weights normalised in the compute dtype"
+    name = field = "attention_softmax"
+
+    def check(self, execution: Execution) -> None:
+        if self.dtype != "float32":
+            _check_kernel(self, execution.numerics, why="its softmax is float32")
 
 
 @dataclass(frozen=True)
@@ -103,22 +83,16 @@ class KVCache(Entry):
     head, from its largest element; int8 has it by default and needs it.
     """
 
-    dtype: str
+    dtype: Annotated[str, OneOf(CACHE_DTYPES)]
     scale: Scale | None = None
 
     name, kind = "kv_cache", "precision"
-    imitates = (
-        'vLLM\'s kv_cache_dtype="fp8" with its default scale of 1; int8 with a scale per token and'
-        " head (LMDeploy)"
-    )
 
     def __post_init__(self):
-        self.need_choice("dtype", CACHE_DTYPES)
-        if self.scale is not None:
-            self.need_choice("scale", ("none", "token"))
+        super().__post_init__()
         if self.dtype == "int8" and self.scale == "none":
             raise self.refuse('int8 needs scale = "token"; without one it holds whole numbers only')
-        if self.dtype in FLOATS and self.scale == "token":
+        if self.dtype in COMPUTE_DTYPES and self.scale == "token":
             raise self.refuse(f"{self.dtype} is stored as it is; leave scale out")
 
     def numerics(self, numerics: Numerics) -> Numerics:
@@ -135,15 +109,11 @@ class KVCache(Entry):
             )
 
 
-_TPU_LANES = 128
-
-
 @dataclass(frozen=True)
 class NativeKernels(Entry):
     """Plain XLA instead of exact tiles: the compiler chooses kernels, fusions and orders."""
 
     name, kind = "native_kernels", "kernels"
-    imitates = "one model code jitted twice, as generator and trainer (the usual JAX stack)"
     no_control = "plain XLA in the learner too gives other bits than in the sampler"
 
     def numerics(self, numerics: Numerics) -> Numerics:
@@ -158,27 +128,16 @@ class TileSizes(Entry):
     block, over which the attention's mix is summed.
     """
 
-    rows: int | None = None
-    attention_rows: int | None = None
-    kv_block: int | None = None
+    rows: Count | None = None
+    attention_rows: Count | None = None
+    kv_block: Annotated[Count, POWER_OF_TWO] | None = None
 
     name, kind = "tile_sizes", "kernels"
-    imitates = "an autotuner that gives generator and trainer other tiles (SGLang-JAX issue 1270)"
 
     def __post_init__(self):
-        for argument in ("rows", "attention_rows", "kv_block"):
-            value = getattr(self, argument)
-            if value is not None:
-                self.need_number(argument, least=1)
-        if self.kv_block is not None and self.kv_block & (self.kv_block - 1):
-            raise self.refuse(f"kv_block must be a power of two, got {self.kv_block}")
+        super().__post_init__()
         if (self.rows, self.attention_rows, self.kv_block) == (None, None, None):
             raise self.refuse("needs one of rows, attention_rows, kv_block")
-
-    def check(self, execution: Execution) -> None:
-        if execution.numerics.family != "tiles":
-            family = execution.numerics.family
-            raise self.refuse(f"sets the tiles of the family tiles, and the kernels are {family}")
 
     def numerics(self, numerics: Numerics) -> Numerics:
         if self.rows is not None:
@@ -197,22 +156,9 @@ class TileSizes(Entry):
 class SumOrder(Entry):
     """Norms and the vocabulary's softmax are summed over another number of lanes."""
 
-    lanes: int
+    lanes: Annotated[Count, POWER_OF_TWO]
 
     name, kind = "sum_order", "kernels"
-    imitates = (
-        "a normalisation kernel with another block size (vLLM's RMSNorm changes its own at 256"
-        " tokens, issue 51187)"
-    )
-
-    def __post_init__(self):
-        self.need_number("lanes", least=1)
-        if self.lanes & (self.lanes - 1):
-            raise self.refuse(f"lanes must be a power of two, got {self.lanes}")
-
-    def check(self, execution: Execution) -> None:
-        if execution.numerics.family != "tiles":
-            raise self.refuse(f"{execution.numerics.family} kernels choose the order themselves")
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics, order=replace(numerics.order, lanes=self.lanes))
@@ -222,16 +168,9 @@ class SumOrder(Entry):
 class SplitK(Entry):
     """Every dot with a weight matrix is cut along the contraction, and the pieces are added."""
 
-    pieces: int
+    pieces: Count
 
     name, kind = "split_k", "kernels"
-    imitates = (
-        "split-K matrix products, which GPU libraries choose for the few rows of a decode step;"
-        " also the sum of partial products in row-parallel tensor parallelism"
-    )
-
-    def __post_init__(self):
-        self.need_number("pieces", least=1)
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics, order=replace(numerics.order, split_k=self.pieces))
@@ -246,39 +185,27 @@ class TensorParallel(Entry):
     rank changes nothing.
     """
 
-    ranks: int
+    ranks: Count
     exchange: Literal["compute", "float32"] = "compute"
 
     name, kind = "tensor_parallel", "kernels"
-    imitates = (
-        "a sampler under tensor parallelism with all-reduce (vLLM, SGLang, Megatron) beside a"
-        " learner without, or with another number of ranks"
-    )
-
-    def __post_init__(self):
-        self.need_number("ranks", least=1)
-        self.need_choice("exchange", ("compute", "float32"))
 
     @property
     def inert(self) -> bool:
         return self.ranks == 1
 
     def check(self, execution: Execution) -> None:
-        where = execution.placement
+        where, config = execution.placement, execution.config
         if where.decode == "sharded" and where.fsdp > 1:
             raise self.refuse('needs whole rows of the weights: placement.decode = "whole"')
-        if execution.config.num_experts:
+        if config.num_experts:
             raise self.refuse("needs a dense model; products of experts are not cut into ranks")
-        if execution.config.latent:
+        if config.latent:
             raise self.refuse(
                 "needs a model without latent attention, whose heads share their keys"
             )
-        sizes = {
-            "num_heads": execution.config.num_heads,
-            "intermediate_size": execution.config.intermediate_size,
-        }
-        for name, size in sizes.items():
-            if size % self.ranks:
+        for name in ("num_heads", "intermediate_size"):
+            if (size := getattr(config, name)) % self.ranks:
                 raise self.refuse(f"ranks = {self.ranks} must divide the model's {name} = {size}")
 
     def numerics(self, numerics: Numerics) -> Numerics:
@@ -296,7 +223,6 @@ class PallasAttention(Entry):
     interpret: bool = False
 
     name, kind = "pallas_attention", "kernels"
-    imitates = "an engine's own attention kernel, with an online softmax, beside the trainer's"
     no_control = "the kernel is a sampler's: it has no gradient"
 
     def check(self, execution: Execution) -> None:
@@ -321,8 +247,7 @@ class TritonAttention(Entry):
     """Prefill and decoding attention by a Triton flash-attention kernel, on an NVIDIA GPU."""
 
     name, kind = "triton_attention", "kernels"
-    imitates = "the Triton attention that vLLM and SGLang fall back to"
-    no_control = "the kernel is a sampler's: it has no gradient"
+    no_control = PallasAttention.no_control
 
     def check(self, execution: Execution) -> None:
         if execution.config.sliding_window:
@@ -337,10 +262,8 @@ class TritonAttention(Entry):
                 f"needs an NVIDIA GPU, this backend is {backend}; 'pallas_attention' with"
                 " interpret = true runs anywhere"
             )
-        try:
+        with self.named():
             variants.check()
-        except InputError as error:
-            raise self.refuse(str(error)) from error
         _check_attention(self, execution.numerics)
 
     def numerics(self, numerics: Numerics) -> Numerics:
@@ -353,13 +276,19 @@ def _check_attention(entry: Entry, numerics: Numerics) -> None:
         raise entry.refuse("contradicts 'split_kv': both decide how decoding attends")
     if numerics.precision.attention_softmax != "float32":
         raise entry.refuse("contradicts 'attention_softmax': its softmax is float32")
-    if numerics.attention not in ("family", entry.numerics(numerics).attention):
-        raise entry.refuse(_contradicts_kernel(numerics))
+    _check_kernel(entry, numerics, own=entry.numerics(numerics).attention)
 
 
-def _contradicts_kernel(numerics: Numerics) -> str:
-    name = TritonAttention.name if numerics.attention == "triton" else PallasAttention.name
-    return f"contradicts {name!r}: both decide how decoding attends"
+def _check_kernel(
+    entry: Entry,
+    numerics: Numerics,
+    *,
+    own: str = "family",
+    why: str = "both decide how decoding attends",
+) -> None:
+    if numerics.attention not in ("family", own):
+        name = TritonAttention.name if numerics.attention == "triton" else PallasAttention.name
+        raise entry.refuse(f"contradicts {name!r}: {why}")
 
 
 @dataclass(frozen=True)
@@ -369,21 +298,14 @@ class SplitKV(Entry):
     So a smaller batch is cut more, and a sequence's bits depend on its batch. 0 does not cut.
     """
 
-    programs: int = 132
+    programs: Whole = 132
 
     name, kind = "split_kv", "kernels"
-    imitates = (
-        "FlashDecoding as vLLM and SGLang use it unless told to be batch-invariant; 132 is the"
-        " number of multiprocessors of an H100"
-    )
     no_control = "only decoding is cut: a learner's forward has all keys at once"
 
-    def __post_init__(self):
-        self.need_number("programs", least=0)
-
     def check(self, execution: Execution) -> None:
-        if execution.numerics.attention != "family":
-            raise self.refuse(_contradicts_kernel(execution.numerics))
+        if self.programs:
+            _check_kernel(self, execution.numerics)
 
     def numerics(self, numerics: Numerics) -> Numerics:
         return replace(numerics, order=replace(numerics.order, split_kv=self.programs))
@@ -395,10 +317,8 @@ class Router(Part):
     The weights of the chosen are by the same logits.
     """
 
-    name = "router"
-    field = "router"
+    name = field = "router"
     of_mixtures = True
-    imitates = "a router in float32 in one engine, and in the compute dtype in the other"
 
 
 class ExpertChoice(Part):
@@ -410,7 +330,6 @@ class ExpertChoice(Part):
     name = "expert_choice"
     field = "choice"
     of_mixtures = True
-    imitates = "no system: of a router in another dtype, the part that is the choice"
 
 
 @dataclass(frozen=True)
@@ -425,15 +344,7 @@ class ExpertOrder(Entry):
     accumulate: Literal["float32", "compute"] = "float32"
 
     name, kind = "expert_order", "kernels"
-    imitates = (
-        "index, compute: the eager loop over experts of `transformers`; choice, compute: vLLM's"
-        " kernel moe_sum (SGLang's adds up in float32, as here)"
-    )
     of_mixtures = True
-
-    def __post_init__(self):
-        self.need_choice("order", ("choice", "index"))
-        self.need_choice("accumulate", ("float32", "compute"))
 
     def numerics(self, numerics: Numerics) -> Numerics:
         order = replace(numerics.order, experts=self.order, experts_sum=self.accumulate)
@@ -450,20 +361,16 @@ class ExpertCapacity(Entry):
     depends on what is decoded beside it.
     """
 
-    factor: float
+    factor: Size
 
     name, kind = "expert_capacity", "kernels"
-    imitates = (
-        "token dropping in one engine alone: GShard (arXiv 2006.16668, algorithm 1), the Switch"
-        " Transformer, Megatron's moe_expert_capacity_factor"
-    )
     no_control = (
         "what an expert leaves out depends on the rows of a forward, and a learner's has others"
     )
     of_mixtures = True
 
     def __post_init__(self):
-        self.need_number("factor", least=0.0)
+        super().__post_init__()
         if self.factor == 0:
             raise self.refuse("factor must be above 0; large ones leave nothing out")
 

@@ -11,17 +11,24 @@ mismatch = [
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 import numpy as np
 
+from tim_jax.common import inputs
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.types import Names, Prompts, Rollout
-from tim_jax.mismatch import arithmetic, reporting, weights
+from tim_jax.mismatch import arithmetic, transfer
+from tim_jax.mismatch.arithmetic import TileSizes
 from tim_jax.mismatch.base import Entry
-from tim_jax.mismatch.reporting import DroppedEnd, PadMask
-from tim_jax.mismatch.weights import InFlightUpdates, LoraMerge, StaleWeights
+from tim_jax.mismatch.transfer import (
+    DroppedEnd,
+    InFlightUpdates,
+    LoraMerge,
+    PadMask,
+    StaleWeights,
+)
 from tim_jax.model import fitting
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.weights import Weights
@@ -110,7 +117,8 @@ def check(mismatch: Mismatch, execution: Execution) -> None:
             raise entry.refuse(f"stands there twice{how}")
         names.add(mark)
         entry.check(replace(execution, numerics=numerics))
-        edited = _edited(entry, numerics)
+        with entry.named():
+            edited = entry.numerics(numerics)
         for field in difference(numerics, edited):
             if field in setters:
                 raise entry.refuse(f"contradicts {setters[field]!r}: both set {field}")
@@ -120,7 +128,11 @@ def check(mismatch: Mismatch, execution: Execution) -> None:
             raise entry.refuse(f"contradicts {reporter!r}: both decide what is reported")
         reporter = entry.name if entry.reports else reporter
     _check_together(mismatch, numerics)
-    _check_dtypes(mismatch, replace(execution.numerics, family=numerics.family))
+    # With the kernels that the sampler has in the end, which may lack a dtype.
+    for entry in mismatch.active:
+        with entry.named():
+            own = replace(execution.numerics, family=numerics.family)
+            fitting.check_dtypes(entry.numerics(own))
 
 
 def without_replaced_ends(
@@ -141,27 +153,18 @@ def without_replaced_ends(
     return replace(rollout, lengths=np.where(replaced, lengths - 1, lengths))
 
 
-def _check_dtypes(mismatch: Mismatch, numerics: Numerics) -> None:
-    """Refuses an entry with a dtype that kernels lack: those that the sampler has in the end."""
-    for entry in mismatch.active:
-        try:
-            fitting.check_dtypes(entry.numerics(numerics))
-        except InputError as error:
-            raise entry.refuse(str(error)) from error
-
-
-def _edited(entry: Entry, numerics: Numerics) -> Numerics:
-    try:
-        return entry.numerics(numerics)
-    except InputError as error:
-        raise entry.refuse(str(error)) from error
-
-
 def _check_together(mismatch: Mismatch, numerics: Numerics) -> None:
     if numerics.family != "tiles":
         for entry in mismatch.entries:
             if entry.name in ("tile_sizes", "sum_order"):
                 raise entry.refuse(f"contradicts {numerics.family!r} kernels, which choose it")
+    if numerics.attention != "family":
+        for entry in mismatch.entries:
+            if isinstance(entry, TileSizes) and entry.attention_rows is not None:
+                raise entry.refuse(
+                    f"attention_rows = {entry.attention_rows} contradicts the attention kernel,"
+                    " which has row tiles of its own; leave it out"
+                )
     aged = _aged(mismatch)
     if len(aged) > 1:
         raise aged[1].refuse(f"contradicts {aged[0].name!r}: both say how old the weights are")
@@ -318,7 +321,7 @@ def refuse_stale(mismatch: Mismatch, where: str) -> None:
 
 ENTRIES: dict[str, type[Entry]] = {
     kind.name: kind
-    for module in (arithmetic, weights, reporting)
+    for module in (arithmetic, transfer)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Entry) and kind.name
 }
@@ -354,32 +357,19 @@ def _build_one(table: Mapping[str, Any]) -> Entry:
         raise InputError(f"mismatch {name!r} is not available: {_ABSENT[name]}")
     if name not in ENTRIES:
         raise InputError(f"mismatch {name!r} is unknown{did_you_mean(name, ENTRIES)}")
-    fields = {field.name: field for field in dataclasses.fields(ENTRIES[name])}
+    kind = ENTRIES[name]
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}
     for argument in arguments:
         if argument not in fields:
             hint = did_you_mean(argument, fields) if fields else "; it takes none"
             raise InputError(f"mismatch {name!r} has no argument {argument!r}{hint}")
-    for argument, field in fields.items():
-        if field.default is dataclasses.MISSING and argument not in arguments:
+    for argument, default in fields.items():
+        if default is dataclasses.MISSING and argument not in arguments:
             raise InputError(f"mismatch {name!r} needs the argument {argument!r}")
-        if argument in arguments:
-            arguments[argument] = _typed(name, field, arguments[argument])
-    return ENTRIES[name](**arguments)
-
-
-def _typed(name: str, field: dataclasses.Field, value: Any) -> Any:
-    """The value, if it has the field's type; a whole number will do for a number."""
-    wanted = str(getattr(field.type, "__name__", field.type))
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if wanted == "float" and number:
-        return float(value)
-    rules = {
-        "float": (number, "a number"),
-        "int": (number and isinstance(value, int), "a whole number"),
-        "bool": (isinstance(value, bool), "true or false"),
+    hints = get_type_hints(kind)
+    # A whole number will do for a number.
+    given = {
+        argument: float(value) if hints[argument] is float and inputs.whole(value) else value
+        for argument, value in arguments.items()
     }
-    kind = wanted.split(" ")[0]
-    holds, what = rules.get(kind, (isinstance(value, str), "text"))
-    if not holds:
-        raise InputError(f"mismatch {name!r}: {field.name} is {value!r}; it must be {what}")
-    return value
+    return kind(**given)

@@ -31,7 +31,7 @@ import ml_dtypes
 import numpy as np
 
 from tim_jax.common.errors import InputError, did_you_mean
-from tim_jax.common.inputs import expanded, shown
+from tim_jax.common.inputs import check_whole, expanded, shown
 from tim_jax.model import weights
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.files import (
@@ -72,8 +72,7 @@ class Lora:
     """Names of matrices such as "q_proj"; none: all of attention and MLP."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise InputError(f"Lora: rank must be a whole number of at least 1, got {self.rank!r}")
+        object.__setattr__(self, "rank", check_whole("Lora: rank", self.rank, least=1))
         if not 0 < self.alpha < math.inf:
             raise InputError(f"Lora: alpha must be greater than 0 and finite, got {self.alpha}")
         if isinstance(self.targets, str):

@@ -23,7 +23,7 @@ from flax import struct
 
 from tim_jax import kernels
 from tim_jax.kernels import formulas
-from tim_jax.kernels.composed import elementwise
+from tim_jax.kernels.families import elementwise
 from tim_jax.model import packing as packed
 from tim_jax.model.config import LatentConfig
 from tim_jax.model.execution import Execution

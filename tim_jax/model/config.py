@@ -370,12 +370,14 @@ def _check_scalars(config: ModelConfig) -> None:
     check_stop_tokens(config.eos_token_ids, config.vocab_size)
 
 
-def check_stop_tokens(tokens: Iterable[int], vocab_size: int) -> None:
+def check_stop_tokens(
+    tokens: Iterable[int], vocab_size: int, *, name: str = "eos_token_id"
+) -> None:
     """Refuses ids of end tokens that can never be drawn."""
     for token in tokens:
         if not 0 <= token < vocab_size:
             raise InputError(
-                f"eos_token_id {token} is outside the vocabulary of {vocab_size} tokens, from 0 to"
+                f"{name} {token} is outside the vocabulary of {vocab_size} tokens, from 0 to"
                 f" {vocab_size - 1}"
             )
 

@@ -21,6 +21,7 @@ from tim_jax.model.weights import Params, Weights
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
 
+_COLDEST = 1e-30  # below, logits over the temperature are not finite in float32
 _MAPPINGS = 30_000
 _LEAN_ON_CPU = {
     "xla_disable_hlo_passes": (
@@ -61,6 +62,10 @@ class Sampling:
         if not 0 <= self.temperature < math.inf:
             raise InputError(
                 f"Sampling: temperature must be >= 0 and finite, got {self.temperature}"
+            )
+        if 0 < self.temperature < _COLDEST:
+            raise InputError(
+                f"Sampling: temperature must be 0, or at least {_COLDEST:g}, got {self.temperature}"
             )
         if self.top_k < 0:
             raise InputError(f"Sampling: top_k must be >= 0 (0 is off), got {self.top_k}")

@@ -8,6 +8,7 @@ tokenizer of the vocabulary that there is.
 """
 
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -91,7 +92,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises `InputError` if there is none."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
         raise InputError(f"{path}: not readable as JSON ({error})") from None
     values = json_value(text, str(path), checked=True)
     if not isinstance(values, dict):
@@ -99,18 +102,40 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a whole file, or leaves what was there, whether the process or the power ends."""
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a whole file, or leaves what was there, whether the process or the power ends.
+
+    A link stays one. A device or a pipe is written to as it is.
+    """
+    named, path = path, Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
     partial = path.with_name(f".{path.name}")
     try:
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(partial, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, partial)
         partial.replace(path)
-    except OSError:
+    except OSError as error:
         partial.unlink(missing_ok=True)
+        error.filename = str(named)  # not the one beside it
         raise
+
+
+def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
+    """Writes a file of UTF-8, as `write_bytes`. `errors`: as of `str.encode`."""
+    write_bytes(path, text.encode("utf-8", errors))
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Writes an .npz file, as `write_bytes`."""
+    data = io.BytesIO()
+    np.savez(data, **arrays)
+    write_bytes(path, data.getvalue())
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -179,8 +204,8 @@ def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
       vocab_size: of the model, whose embeddings the ids must be among.
 
     Raises:
-      InputError: there is none, it cannot be read, or it has ids that the model has no embedding
-        for.
+      InputError: there is none, it cannot be read, its ids are drawn, or it has ids that the model
+        has no embedding for.
     """
     # without them some classes quietly make a tokenizer that knows no word
     if not any((folder / name).is_file() for name in _VOCABULARIES):
@@ -209,6 +234,12 @@ def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
         raise InputError(
             f"model folder {str(folder)!r}: the tokenizer's largest id {largest} is outside the "
             f"model's vocabulary of {vocab_size}"
+        )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if dropout := getattr(getattr(backend, "model", None), "dropout", None):
+        raise InputError(
+            f"{folder / _WHOLE}: dropout {dropout:g} gives a text other ids each time; set it to"
+            " null"
         )
     settings = _settings(folder)
     _check_added(tokenizer, settings, folder / _SETTINGS)
@@ -252,14 +283,23 @@ def _check_added(tokenizer: Any, settings: Mapping[str, Any], where: Path) -> No
 
 
 def _begin_as_declared(tokenizer: Any, settings: Mapping[str, Any], where: Path) -> None:
-    """Has texts begin with the bos token, or not, as the settings say: `transformers` 5 forgets."""
+    """Has texts begin with the bos token, or not, as the settings say: `transformers` 5 forgets.
+
+    Raises `InputError` for one that no setting names: prompts would not have it.
+    """
+    around = tokenizer.encode("", add_special_tokens=True)
+    if tokenizer.bos_token_id is None and around not in ([], [tokenizer.eos_token_id]):
+        first = tokenizer.convert_ids_to_tokens(around[0])
+        raise InputError(
+            f"{where}: {_WHOLE} adds {first!r} to every text, but there is no bos_token; if texts"
+            " begin with it, give it as bos_token"
+        )
     declared = settings.get("add_bos_token")
     if not isinstance(declared, bool):
         return
     if declared and tokenizer.bos_token_id is None:
         raise InputError(f"{where}: add_bos_token is true, but there is no bos_token")
-    begins = tokenizer.encode("", add_special_tokens=True)[:1] == [tokenizer.bos_token_id]
-    if declared != begins:
+    if declared != (around[:1] == [tokenizer.bos_token_id]):
         tokenizer.add_bos_token = declared
 
 

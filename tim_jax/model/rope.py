@@ -229,12 +229,15 @@ def read(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
     old, new = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         raise InputError("rope_scaling and rope_parameters must be objects")
+    beside = values.get("rope_theta")
     thetas = [one.get("rope_theta") for one in (values, old, new)]
-    old, new = ({k: v for k, v in one.items() if k != "rope_theta"} for one in (old, new))
-    if old and new and old != new:
+    # transformers reads no rope_parameters where there is a rope_scaling
+    if old and new and {"rope_theta": beside, **old} != {"rope_theta": beside, **new}:
         raise InputError("rope_scaling and rope_parameters are both given and differ")
     given: dict[str, Any] = {
-        k: v for k, v in (old or new).items() if v is not None or k == "truncate"
+        k: v
+        for k, v in (old or new).items()
+        if k != "rope_theta" and (v is not None or k == "truncate")
     }
     theta = _theta([theta for theta in thetas if theta is not None])
     kind = given.pop("rope_type", given.get("type", "default"))

@@ -23,7 +23,7 @@ from tim_jax.model.execution import Execution
 from tim_jax.model.packing import Packing
 from tim_jax.model.weights import Weights
 from tim_jax.numerics import Numerics
-from tim_jax.placement import Placement, collectives, exchange
+from tim_jax.placement import Placement, collectives
 
 
 class Routed(NamedTuple):
@@ -320,7 +320,7 @@ def _experts(x, normed, w, of_routing, execution: Execution):
         numerics=numerics,
         gather=partial(collectives.whole_matrix, placement=placement),
         scatter=partial(collectives.own_rows, placement=placement),
-        exchange=exchange.over(placement, count=config.num_experts),
+        exchange=collectives.exchange(placement, count=config.num_experts),
     )
     shared = _shared_experts(normed, w, execution) if config.shared_width else None
     x = experts.combined(x, made, choice.weights, numerics=numerics, shared=shared)

@@ -141,7 +141,7 @@ class TpuTiles:
     """Tiles of `pallas_tpu`, in elements.
 
     They are large because every step of a grid costs a fixed time
-    (`tim_jax.instruments.plan.calibration`).
+    (`tim_jax.instruments.plan.roofline`).
     """
 
     rows: int = 256
@@ -242,7 +242,7 @@ class Rows:
 
     With `low == high` every dot has the same row count, so exactness assumes nothing about the
     backend. A wider range claims that on this backend a row's bits do not depend on the row count
-    inside it (`model/calibration.py` measures such ranges). `high=None`: any number.
+    inside it (`model/fitting.py` measures such ranges). `high=None`: any number.
     """
 
     low: int

@@ -1,5 +1,6 @@
-"""Elementwise functions of correctly rounded operations only, so that their bits are IEEE 754's.
+"""Functions whose bits depend on the values alone: elementwise ones, sums, and means made of them.
 
+Elementwise functions are made of correctly rounded operations only, so their bits are IEEE 754's.
 XLA:CPU's own exp, log and rsqrt may give the same number other bits in an array of another size:
 whole vectors are computed by one code, the elements left over by another, and a small loop that is
 unrolled into its neighbours by a third. Also, a product that goes into a sum may or may not become
@@ -11,13 +12,31 @@ exp and log reduce the argument as Cody and Waite (1980) do. The polynomial of e
 of (e^r - 1 - r) / r^2 over |r| <= ln(2) / 2, that of log is Moshier's (Cephes, logf). The results
 are never subnormal, and log takes subnormal numbers as zero. The normal quantile's rational
 functions are Wichura's (1988, algorithm AS 241, PPND7).
+
+Sums depend on neither the split, the sharding nor the padding. A plain `jnp.sum` adds in an order
+that the compiler picks per shape, fusion and device count. Here neighbours are added in pairs, then
+the pair sums in pairs, and so on: elementwise code, whose order no compiler changes. Because the
+pairs start at index 0 and missing partners are zeros, zeros appended to the axis change nothing
+either. The input is clipped to the finite range. For finite values that is the identity, but it
+keeps a product that feeds the sum from being contracted into a fused multiply-add, and an infinity
+from becoming NaN in the two-sum. Each sum is one compiled program where it is called outside of
+one, instead of some fifty; within one its operations are written out, as if it were not jitted.
+
+Means, shares, quantiles and extremes of masked arrays, as f32[], are made of these sums, so they
+agree with float64 too. A mean over nothing is 0. Of float64 values, what is f32 here is float64. A
+device may divide by multiplying with the rounded reciprocal, and so may a compiler that knows the
+divisor: 41 * (1 / 41) is 0.99999994. Rules compare shares and means with 1, so what is 1 by
+definition is 1 exactly (`quotient`).
 """
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 # Log-ratios are clipped to ±20 before exp is taken: beyond exp(20) = 4.9e8 a ratio carries no
 # information, only the risk of overflow. verl has the same bound.
@@ -31,6 +50,10 @@ _LN2_HIGH, _LN2_LOW = 0.693145751953125, 1.4285906217992306e-06
 _FURTHEST = 87.33  # e^x and e^-x are normal numbers up to here
 _MANTISSA, _BIAS, _EXPONENT_BITS = 23, 127, 8
 _EXP = (1.3814539e-3, 8.3687454e-3, 4.1668389e-2, 1.6666521e-1, 4.9999994e-1)
+# e^x - 1 - x = x^2 (1/2! + x/3! + ...): the Taylor coefficients, highest power first, up to 1/12!
+# for float32 and 1/19! for float64.
+_ABOVE_TANGENT = tuple(1.0 / math.factorial(n) for n in range(12, 1, -1))
+_ABOVE_TANGENT_64 = tuple(1.0 / math.factorial(n) for n in range(19, 1, -1))
 _LOG = (
     7.0376836292e-2,
     -1.1514610310e-1,
@@ -49,6 +72,9 @@ _OUTSIDE = (1.7023821103e-1, 1.3067284816, 2.7568153900, 1.4234372777)
 _OUTSIDE_BELOW = (1.2021132975e-1, 7.3700164250e-1, 1.0)
 _FAR = (1.7337203997e-2, 4.2868294337e-1, 3.0812263860, 6.6579051150)
 _FAR_BELOW = (1.2258202635e-2, 2.4197894225e-1, 1.0)
+_BELOW_ONE = 1.0 - 2.0**-24  # the largest float32
+# In thousandths.
+QUANTILES = {"p01": 10, "p25": 250, "p50": 500, "p75": 750, "p99": 990, "p999": 999}
 
 
 def unequal_bits(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -167,6 +193,14 @@ def _exp_jvp(primals, tangents):
     return y, y * tangents[0]
 
 
+def exp_above_tangent(x: jax.Array) -> jax.Array:
+    """e^x - 1 - x to full relative precision, and its derivative: near 0 the terms would cancel."""
+    inside = jnp.abs(x) <= 1.0
+    near = jnp.where(inside, x, 0.0)
+    series = _ABOVE_TANGENT_64 if x.dtype == jnp.float64 else _ABOVE_TANGENT
+    return jnp.where(inside, jnp.square(near) * polynomial(near, series), exp(x) - 1.0 - x)
+
+
 @jax.custom_jvp
 def log(x: jax.Array) -> jax.Array:
     """The natural logarithm of float32 x, to 1 ulp; -inf at 0 and for subnormal numbers.
@@ -217,3 +251,205 @@ def polynomial(x: jax.Array, coefficients: tuple[float, ...]) -> jax.Array:
     for coefficient in coefficients[1:]:
         y = uncontracted(y * x) + coefficient
     return y
+
+
+@partial(jax.jit, static_argnames="axis", inline=True)
+def tree_sum(values: jax.Array, axis: int = -1) -> jax.Array:
+    """Returns the sum of a float array over `axis`, in one fixed order. Differentiable."""
+    values = _finite(jnp.moveaxis(values, axis, -1))
+    while values.shape[-1] > 1:
+        left, right = _pairs(values)
+        values = left + right
+    return values[..., 0]
+
+
+@partial(jax.jit, static_argnames="axis", inline=True)
+def compensated_sum(values: jax.Array, axis: int = -1) -> tuple[jax.Array, jax.Array]:
+    """Returns `(high, low)`, the sum over `axis` as an unevaluated pair of floats.
+
+    The same tree with Knuth's exact two-sum at every node: `high` is the correctly rounded sum in
+    all but contrived cases, and `low` what it lacks. Same bits for any split, as for `tree_sum`.
+    """
+    high = _finite(jnp.moveaxis(values, axis, -1))
+    low = jnp.zeros_like(high)
+    while high.shape[-1] > 1:
+        (a, b), (low_a, low_b) = _pairs(high), _pairs(low)
+        high, error = two_sum(a, b)
+        low = (low_a + low_b) + error
+    return two_sum(high[..., 0], low[..., 0])
+
+
+def running_sum(values: jax.Array, *, reverse: bool = False) -> jax.Array:
+    """Returns f32[..., R], the sums of the last axis up to each place, itself included.
+
+    With `reverse`, from each place on. In log2(R) rounds of doubling: the order of additions at a
+    place depends on how far it reaches only, so zeros appended to the axis change no bit.
+    """
+    before = jax.typeof(values).sharding
+    values, reach = uncontracted(_gathered(values)), 1
+    while reach < values.shape[-1]:
+        pad = [(0, 0)] * (values.ndim - 1) + [(0, reach) if reverse else (reach, 0)]
+        moved = values[..., reach:] if reverse else values[..., :-reach]
+        values = values + jnp.pad(moved, pad)
+        reach *= 2
+    return _placed_as(before, values)
+
+
+def run_sum(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns f32[..., R], at each place the sum over the unbroken run of True that it lies in.
+
+    0 where the mask is False. In rounds of doubling, as `running_sum`.
+    """
+    before = jax.typeof(values).sharding
+    values, mask = _gathered(values), _gathered(mask)
+    beyond = [(0, 0)] * (mask.ndim - 1)
+    starts = mask & ~jnp.pad(mask[..., :-1], [*beyond, (1, 0)])
+    ends = mask & ~jnp.pad(mask[..., 1:], [*beyond, (0, 1)])
+    zero = jnp.zeros((), values.dtype)
+    total = _segment_sum(jnp.where(mask, values, zero), starts | ~mask)
+    # The last of a run has its sum, which the others are given from behind.
+    last = jnp.where(ends, total, zero)
+    sums = _segment_sum(last[..., ::-1], (ends | ~mask)[..., ::-1])[..., ::-1]
+    return _placed_as(before, sums)
+
+
+def _placed_as(before: Any, values: jax.Array) -> jax.Array:
+    """The array with the sharding that its type had before."""
+    same = all(axis is None for axis in before.spec)
+    return values if same else jax.sharding.reshard(values, before)
+
+
+def _segment_sum(values: jax.Array, starts: jax.Array) -> jax.Array:
+    """The sums of the last axis up to each place, from the last start on."""
+    values, reach = uncontracted(values), 1
+    while reach < values.shape[-1]:
+        pad = [(0, 0)] * (values.ndim - 1) + [(reach, 0)]
+        moved = jnp.pad(values[..., :-reach], pad)
+        values = values + jnp.where(starts, jnp.zeros((), values.dtype), moved)
+        starts = starts | jnp.pad(starts[..., :-reach], pad, constant_values=True)
+        reach *= 2
+    return values
+
+
+def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns `(s, e)` with `s = fl(a + b)` and `s + e = a + b` exactly (Knuth, TAOCP 2, 4.2.2)."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+def row_count(mask: jax.Array) -> jax.Array:
+    """Returns i32[B], the number of True places in each row. Integers, so exact in any order."""
+    return jnp.sum(mask, axis=-1, dtype=jnp.int32)
+
+
+def count(mask: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """Returns f32[], or of `dtype`, the number of True places, at least 1: a safe divisor.
+
+    Of integers, their sum.
+    """
+    return jnp.maximum(jnp.sum(mask, dtype=jnp.int32), 1).astype(dtype)
+
+
+def whole(values: jax.Array) -> jax.Array:
+    """Returns the array unsharded where its sharding is part of the type, else as it is.
+
+    Explicit meshes need this before an operation without a sharded form, such as a sort over all
+    elements. On other meshes the compiler places the data.
+    """
+    sharding = jax.typeof(values).sharding
+    if all(axis is None for axis in sharding.spec):
+        return values
+    return jax.sharding.reshard(values, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
+def _finite(values: jax.Array) -> jax.Array:
+    if values.shape[-1] == 0:
+        return jnp.zeros((*values.shape[:-1], 1), values.dtype)
+    limit = float(jnp.finfo(values.dtype).max)
+    return jnp.clip(_gathered(values), -limit, limit)
+
+
+def _gathered(values: jax.Array) -> jax.Array:
+    """Brings the last axis together where its sharding is part of the type (explicit meshes)."""
+    sharding = jax.typeof(values).sharding
+    if len(sharding.spec) < values.ndim or sharding.spec[-1] is None:
+        return values
+    together = PartitionSpec(*sharding.spec[:-1], None)
+    return jax.sharding.reshard(values, NamedSharding(sharding.mesh, together))
+
+
+def _pairs(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if values.shape[-1] % 2:
+        values = jnp.concatenate([values, jnp.zeros_like(values[..., :1])], axis=-1)
+    pairs = values.reshape(*values.shape[:-1], values.shape[-1] // 2, 2)
+    return pairs[..., 0], pairs[..., 1]
+
+
+def mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns f32[], the mean of the values [...] where the mask bool[...] is True."""
+    total = jnp.where(mask, values, 0.0)
+    for _ in range(total.ndim):
+        total, _ = compensated_sum(total)
+    return quotient(total, count(mask, total.dtype))
+
+
+def share(part: jax.Array, whole: jax.Array) -> jax.Array:
+    """Returns f32[], the number of True places of `part` over that of `whole`; 1 for all of them.
+
+    Below 1 if one is missing, however many there are. 0 if `whole` has none.
+    """
+    number, total = (jnp.sum(x, dtype=jnp.int32) for x in (part, whole))
+    found = quotient(number.astype(jnp.float32), count(whole))
+    return jnp.where(number < total, jnp.minimum(found, _BELOW_ONE), found)
+
+
+def quotient(part: jax.Array, whole: jax.Array) -> jax.Array:
+    """Returns `part / whole`, of a `whole` that is not 0; exactly 1 where they are equal.
+
+    Not for differentiation.
+    """
+    return jnp.where(part == whole, 1.0, part / whole)
+
+
+def effective_share(
+    mean: jax.Array, mean_square: jax.Array, *, least: jax.Array, most: jax.Array
+) -> jax.Array:
+    """Returns the effective sample size of weights as a share in [0, 1], `mean(w)^2 / mean(w^2)`.
+
+    Exactly 1 where all weights are equal, `least` being the smallest and `most` the largest of
+    them; 0 where all are 0; NaN where one is NaN.
+    """
+    equal = (least == most) & (least > 0.0)
+    nothing = mean_square == 0.0
+    share = jnp.minimum(jnp.square(mean) / jnp.where(nothing, 1.0, mean_square), 1.0)
+    return jnp.where(equal, 1.0, jnp.where(nothing, 0.0, share))
+
+
+def extreme(values: jax.Array, mask: jax.Array, function: Callable) -> jax.Array:
+    """Returns f32[], `jnp.max` or `jnp.min` of the masked values; 0 if there are none."""
+    outside = -jnp.inf if function is jnp.max else jnp.inf
+    found = function(jnp.where(mask, values, outside), initial=outside)
+    return jnp.where(jnp.any(mask), found, 0.0)
+
+
+def quantiles(values: jax.Array, mask: jax.Array, name: str) -> dict[str, jax.Array]:
+    """Returns `{name_p01: ...}`, linearly interpolated quantiles of the masked values, f32[].
+
+    If one of them is NaN, all quantiles are NaN, as in NumPy.
+    """
+    if values.size == 0:
+        return {f"{name}_{label}": jnp.zeros((), values.dtype) for label in QUANTILES}
+    unordered = jnp.any(mask & jnp.isnan(values))
+    ordered = jnp.sort(jnp.where(mask, values, jnp.inf).reshape(-1))
+    last = jnp.maximum(jnp.sum(mask, dtype=jnp.int32) - 1, 0)
+    result = {}
+    for label, share in QUANTILES.items():
+        # last * share / 1000 in integers: a float32 place is too coarse for millions of tokens.
+        below = (last // 1000) * share + (last % 1000) * share // 1000
+        part = ((last % 1000) * share % 1000).astype(values.dtype) / 1000.0
+        left, right = ordered[below], ordered[jnp.minimum(below + 1, last)]
+        quantile = left + part * (right - left)
+        quantile = jnp.where(unordered, jnp.nan, quantile)
+        result[f"{name}_{label}"] = jnp.where(jnp.any(mask), quantile, 0.0)
+    return result

@@ -1,5 +1,6 @@
 """From rewards and log-probs to a loss: advantages, token losses, aggregation, presets."""
 
+from tim_jax.objectives.advantages import KL, kl_estimate
 from tim_jax.objectives.losses import Loss
 from tim_jax.objectives.objective import (
     PRESETS,
@@ -19,7 +20,6 @@ from tim_jax.objectives.objective import (
     rloo,
     sapo,
 )
-from tim_jax.objectives.shaping import KL, kl_estimate
 
 __all__ = [
     "KL",

@@ -1,11 +1,16 @@
 """Advantages: rewards of groups in, one number per sequence or per token out. No model, no state.
 
+Before them rewards may be shaped, by their length or by an estimate of the KL. A reward is f32[B],
+one per sequence, or f32[B, R].
+
 B sequences stand in P groups of G rows each (the samples of one prompt), in consecutive rows; R is
 the longest response. Every sum over the batch has a fixed order, so that neither the sharding nor
 padding changes a bit.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -13,7 +18,7 @@ import jax.numpy as jnp
 
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.numerics import strict
-from tim_jax.numerics.sums import count, row_count, running_sum, tree_sum
+from tim_jax.numerics.strict import count, row_count, running_sum, tree_sum, whole
 
 Estimator = Literal[
     "grpo",
@@ -40,6 +45,9 @@ _MEANING = {
 _LOG_RATIO_FINITE = 1e6
 # verl adds it to the variance when it whitens.
 _VARIANCE_FLOOR = 1e-8
+# The largest relative error of the KL that the controller answers to (Ziegler et al. 2019, 2.2).
+_LARGEST_ERROR = 0.2
+KL = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
 
 
 def needs(estimator: Estimator) -> frozenset[str]:
@@ -151,7 +159,7 @@ def advantages(
     if weight_cap is not None and not weight_cap > 0.0:
         raise InputError(f"weight_cap is {weight_cap}; it must be positive, or None for no cap")
     arrays: dict[str, Any] = {
-        name: None if x is None else x.reshape(groups.shape[0], -1, *x.shape[1:])
+        name: None if x is None else _by_group(x, 1 if name == "greedy_rewards" else samples)
         for name, x in given.items()
     }
     of_tokens, of_turns = arrays.pop("token_rewards"), arrays.pop("turn_rewards")
@@ -175,7 +183,8 @@ def advantages(
 def informative_groups(rewards: jax.Array, samples: int) -> jax.Array:
     """Returns bool[B], False for every row of a group whose rewards f32[B] are all equal."""
     groups = _groups(rewards, samples)
-    return jnp.broadcast_to(_differing(groups), groups.shape).reshape(-1)
+    differing = _differing(groups, jnp.ones_like(groups, bool))
+    return jnp.broadcast_to(differing, groups.shape).reshape(-1)
 
 
 class _Batch(NamedTuple):
@@ -213,14 +222,6 @@ def _reinforce_batch(batch: _Batch) -> jax.Array:
     total = tree_sum(_reinforce(batch).reshape(-1))
     number = count(batch.counted, total.dtype)
     return jnp.where(batch.counted, batch.rewards - _quotient(total, number), 0.0)
-
-
-def _reinforce_plus_plus(batch: _Batch) -> jax.Array:
-    return _whitened(batch, _reinforce(batch))
-
-
-def _reinforce_plus_plus_baseline(batch: _Batch) -> jax.Array:
-    return _whitened(batch, _dr_grpo(batch))
 
 
 def _opo(batch: _Batch) -> jax.Array:
@@ -288,8 +289,10 @@ _RULES: dict[Estimator, _Rule] = {
     "rloo": _Rule(_rloo, of_group=True),
     "reinforce": _Rule(_reinforce, of_tokens=True),
     "reinforce_batch": _Rule(_reinforce_batch),
-    "reinforce_plus_plus": _Rule(_reinforce_plus_plus, _MASK, of_tokens=True),
-    "reinforce_plus_plus_baseline": _Rule(_reinforce_plus_plus_baseline, _MASK, of_group=True),
+    "reinforce_plus_plus": _Rule(lambda b: _whitened(b, _reinforce(b)), _MASK, of_tokens=True),
+    "reinforce_plus_plus_baseline": _Rule(
+        lambda b: _whitened(b, _dr_grpo(b)), _MASK, of_group=True
+    ),
     "opo": _Rule(_opo, _MASK, of_group=True),
     "remax": _Rule(_remax, frozenset({"greedy_rewards"}), of_tokens=True),
     "pass_at_k": _Rule(_pass_at_k, of_group=True),
@@ -320,8 +323,15 @@ def _centred(batch: _Batch) -> jax.Array:
 
 def _deviation(batch: _Batch, centred: jax.Array) -> jax.Array:
     """f32[P, 1], the sample deviation of what `_centred` returned."""
-    total = tree_sum(jnp.square(centred))[:, None]
-    return jnp.sqrt(_quotient(total, _one_less(_number(batch))))
+    scale = _scale(centred, axis=1)
+    total = tree_sum(jnp.square(centred * scale))[:, None]
+    return jnp.sqrt(_quotient(total, _one_less(_number(batch)))) / scale
+
+
+def _scale(values: jax.Array, *, axis: int | None = None) -> jax.Array:
+    """2^-80 where a square would overflow, else 1: products with either round nothing."""
+    large = jnp.max(jnp.abs(values), axis=axis, keepdims=True) > 2.0**50
+    return jnp.where(large, 2.0**-80, 1.0).astype(values.dtype)
 
 
 def _informative(batch: _Batch, values: jax.Array) -> jax.Array:
@@ -337,10 +347,12 @@ def _whitened(batch: _Batch, values: jax.Array) -> jax.Array:
     share = row_count(batch.mask) if values.ndim == 2 else batch.mask.astype(jnp.int32)
     tokens = jnp.maximum(jnp.sum(share, dtype=jnp.int32), 1).astype(values.dtype)
     share = share.astype(values.dtype)
+    scale = _scale(jnp.where(batch.counted, values, 0.0))
+    values = values * scale
     centred = values - _total(share * values) / tokens
     centred = jnp.where(batch.counted, centred, 0.0)
     variance = _total(share * jnp.square(centred)) / _one_less(tokens)
-    whitened = centred * strict.inverse_root(variance + _VARIANCE_FLOOR)
+    whitened = centred * strict.inverse_root(variance + _VARIANCE_FLOOR * jnp.square(scale))
     # As in `_informative`: equal values are no signal.
     return jnp.where(_differing(values, batch.counted, axis=None), whitened, 0.0)
 
@@ -360,7 +372,16 @@ def _groups(rewards: jax.Array, samples: int) -> jax.Array:
         raise InputError(
             f"rewards have shape {rewards.shape}; they must be one row of groups of {samples}"
         )
-    return rewards.reshape(-1, samples)
+    return _by_group(rewards, samples)
+
+
+def _by_group(x: jax.Array, rows: int) -> jax.Array:
+    """[P, rows, ...] of [P * rows, ...]; gathered first where an explicit mesh divides groups."""
+    sharding = jax.typeof(x).sharding
+    axes = jax.tree.leaves(tuple(sharding.spec[:1]))
+    devices = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    divided = x.shape[0] % (devices * rows)
+    return (whole(x) if divided else x).reshape(-1, rows, *x.shape[1:])
 
 
 def _check_given(estimator: Estimator, groups: tuple[int, ...], given: dict[str, Any]) -> None:
@@ -416,11 +437,164 @@ def _weighted_mean(values: jax.Array, weights: jax.Array, counted: jax.Array) ->
     return weighted / jnp.where(total == 0.0, 1.0, total)
 
 
-def _differing(
-    groups: jax.Array, counted: jax.Array | None = None, *, axis: int | None = 1
-) -> jax.Array:
+def _differing(groups: jax.Array, counted: jax.Array, *, axis: int | None = 1) -> jax.Array:
     """True where `axis` (kept with size 1; None: all) has more than one value. No arithmetic."""
-    if counted is None:
-        counted = jnp.ones_like(groups, dtype=bool)
     largest = jnp.max(jnp.where(counted, groups, -jnp.inf), axis=axis, keepdims=True)
     return jnp.any(counted & (groups != largest), axis=axis, keepdims=True)
+
+
+def kl_estimate(
+    log_probs: jax.Array, reference: jax.Array, *, estimator: KL, cap: float | None = None
+) -> jax.Array:
+    """Returns per-token estimates f32[B, R] of KL(pi || reference) from tokens drawn from pi.
+
+    With `d = log pi - log reference` (Schulman, "Approximating KL divergence", 2020):
+    k1 `d`; k2 `d^2 / 2`; k3 `exp(-d) - 1 + d`, with d clipped to ±20; abs `|d|`. As a loss, k2 is
+    the one whose gradient is the divergence's in expectation; k1's has expectation 0; k3 is GRPO's
+    choice. `k1+` and `k3+` have the value of k1 and k3 and the gradient of k2.
+
+    `cap` clips the estimate to ±cap: verl's k3 has a cap of 10. Beyond it there is no gradient,
+    except for k1+ and k3+, whose gradient is not clipped.
+
+    Raises:
+        InputError: an unknown estimator, or a cap that is not positive.
+    """
+    check_choice("estimator", estimator, get_args(KL))
+    if cap is not None and not cap > 0.0:
+        raise InputError(f"cap is {cap}; it must be positive, or None for no cap")
+    log_probs, reference = strict.widened(log_probs, reference)
+    difference = log_probs - reference
+    value = _divergence_estimate(difference, estimator.removesuffix("+"))
+    if cap is not None:
+        value = jnp.clip(value, -cap, cap)
+    if not estimator.endswith("+"):
+        return value
+    # Zero, with the gradient of k2, which is d.
+    constant = jax.lax.stop_gradient(difference)
+    return jax.lax.stop_gradient(value) + constant * (difference - constant)
+
+
+def _divergence_estimate(difference: jax.Array, estimator: str) -> jax.Array:
+    if estimator == "k1":
+        return difference
+    if estimator == "abs":
+        return absolute(difference)
+    if estimator == "k2":
+        return 0.5 * jnp.square(difference)
+    d = jnp.clip(difference, -strict.LOG_RATIO_BOUND, strict.LOG_RATIO_BOUND)
+    return strict.exp_above_tangent(-d)
+
+
+def absolute(values: jax.Array) -> jax.Array:
+    """`|x|` with gradient 0 at 0 (`jnp.abs` has 1): equal policies must not be pushed apart."""
+    return values * jax.lax.stop_gradient(jnp.sign(values))
+
+
+def overlong_penalty(lengths: jax.Array, *, longest: int, cache: int) -> jax.Array:
+    """Returns f32[B] in [-1, 0], to be added to the rewards: DAPO's soft overlong punishment.
+
+    0 up to `longest - cache` tokens, `(longest - cache - length) / cache` from there to `longest`,
+    -1 beyond (arXiv 2503.14476, eq. 13).
+
+    Args:
+        lengths: i32[B], tokens of each response, the end-of-sequence token included.
+        longest: the length at which the penalty is complete, in tokens.
+        cache: over how many tokens before that it grows.
+
+    Raises:
+        InputError: `cache` is not in [1, longest].
+    """
+    if not 1 <= cache <= longest:
+        raise InputError(f"cache is {cache}; it must lie in [1, longest], which is [1, {longest}]")
+    lengths = lengths.astype(jnp.int32)  # unsigned ones would not go below 0
+    beyond = (longest - cache - lengths).astype(jnp.float32)
+    # Most programs compile a quotient by a constant as this product, but not all. The select at the
+    # end keeps the product from fusing with the reward's sum, and makes -1 exact.
+    penalty = jnp.clip(beyond * (1.0 / cache), -1.0, 0.0)
+    return jnp.where(lengths >= longest, -1.0, penalty)
+
+
+def kl_penalty(
+    log_probs: jax.Array,
+    reference_log_probs: jax.Array,
+    mask: jax.Array,
+    *,
+    coefficient: float | jax.Array,
+    estimator: KL = "k1",
+) -> jax.Array:
+    """Returns f32[B, R], to be subtracted from the tokens' rewards: `coefficient * kl_t`.
+
+    The estimated KL from the reference (Ouyang et al. 2022, arXiv 2203.02155, eq. 2, with
+    `estimator` k1). See `kl_estimate`. 0 off the mask.
+
+    Args:
+        log_probs: f32[B, R], of the policy that sampled.
+        reference_log_probs: f32[B, R], of the reference policy.
+        mask: bool[B, R], True on response tokens. What stands elsewhere, NaN too, is not read.
+        coefficient: in units of reward per nat; a float or an f32[], such as `AdaptiveKL` gives.
+        estimator: of the KL at a token.
+
+    Raises:
+        InputError: arrays of different shapes, or a coefficient below 0 that is a Python number.
+    """
+    if not log_probs.shape == reference_log_probs.shape == mask.shape:
+        raise InputError(
+            f"log_probs, reference_log_probs and mask have shapes {log_probs.shape},"
+            f" {reference_log_probs.shape} and {mask.shape}; they must be the same"
+        )
+    if isinstance(coefficient, float | int) and not coefficient >= 0.0:
+        raise InputError(f"coefficient is {coefficient}; it must be 0 or more")
+    ours, theirs, factor = strict.widened(log_probs, reference_log_probs, coefficient)
+    ours, theirs = (jnp.where(mask, x, 0.0) for x in (ours, theirs))
+    estimates = kl_estimate(ours, theirs, estimator=estimator)
+    # Selected after it is multiplied, so that the product cannot fuse with the caller's sum.
+    return jnp.where(mask, factor * estimates, 0.0)
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """A controller of the KL penalty's coefficient. Checked when built.
+
+    `target` is the KL to be kept, in nats per sequence or per token, as the measured one is.
+    `horizon` is the number of sequences over which a KL that is 20% or more off changes the
+    coefficient by about 20%. The coefficient itself is the caller's state.
+    """
+
+    target: float
+    horizon: int = 10_000
+
+    def __post_init__(self) -> None:
+        if not self.target > 0.0:
+            raise InputError(f"target is {self.target}; the KL to be held must be positive")
+        if not self.horizon >= 1:
+            raise InputError(f"horizon is {self.horizon}; it must be at least 1 sequence")
+
+    def update(self, coefficient: jax.Array, kl: jax.Array, *, sequences: int) -> jax.Array:
+        """Returns f32[], the coefficient after a step on `sequences` sequences of divergence `kl`.
+
+        `coefficient * (1 + clip((kl - target) / target, -0.2, 0.2) * sequences / horizon)`, the
+        log-space proportional controller of Ziegler et al. 2019 (arXiv 1909.08593, section 2.2),
+        whose K_beta of 0.1 per step is `sequences / horizon`. A coefficient of 0 stays 0.
+
+        A `kl` that is not finite leaves the coefficient unchanged: the coefficient is kept from
+        step to step, and would stay NaN for ever.
+
+        Args:
+            coefficient: f32[], 0 or more.
+            kl: f32[], measured in the unit of `target`.
+            sequences: of this step; below `5 * horizon`, where the factor could reach 0.
+
+        Raises:
+            InputError: `sequences` is below 0, or `5 * horizon` or more.
+        """
+        if not 0 <= sequences < self.horizon / _LARGEST_ERROR:
+            raise InputError(
+                f"sequences is {sequences}; with horizon {self.horizon} it must lie in"
+                f" [0, {self.horizon / _LARGEST_ERROR:g}), or one step could end the penalty"
+            )
+        coefficient, kl = strict.widened(coefficient, kl)
+        # Each factor is inside a clip or a select, so that no sum becomes a fused multiply-add.
+        gain = sequences / self.horizon
+        limit = _LARGEST_ERROR * gain
+        change = jnp.clip((kl - self.target) / self.target * gain, -limit, limit)
+        return jnp.where(jnp.isfinite(kl), coefficient * (1.0 + change), coefficient)

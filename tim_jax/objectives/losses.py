@@ -28,9 +28,16 @@ import jax
 import jax.numpy as jnp
 
 from tim_jax.common.errors import InputError, check_choice
-from tim_jax.numerics.strict import LOG_RATIO_BOUND, widened
-from tim_jax.numerics.sums import compensated_sum, count, row_count, tree_sum, whole
-from tim_jax.objectives.shaping import absolute
+from tim_jax.numerics.strict import (
+    LOG_RATIO_BOUND,
+    compensated_sum,
+    count,
+    row_count,
+    tree_sum,
+    whole,
+    widened,
+)
+from tim_jax.objectives.advantages import absolute
 
 
 class PolicyLoss(NamedTuple):

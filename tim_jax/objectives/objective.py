@@ -15,15 +15,22 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.common.inputs import changes, check_kinds
-from tim_jax.numerics.strict import widened
-from tim_jax.numerics.sums import row_count
+from tim_jax.numerics.strict import row_count, whole, widened
 from tim_jax.objectives import losses
-from tim_jax.objectives.advantages import GROUP_BASELINES, Estimator, advantages, needs
+from tim_jax.objectives.advantages import (
+    GROUP_BASELINES,
+    KL,
+    AdaptiveKL,
+    Estimator,
+    advantages,
+    kl_estimate,
+    needs,
+)
 from tim_jax.objectives.losses import Loss
-from tim_jax.objectives.shaping import KL, AdaptiveKL, kl_estimate
 
 Aggregation = Literal[
     "token_mean",
@@ -81,7 +88,9 @@ def token_weights(
 
     def lengths_of(mask: jax.Array) -> jax.Array:
         lengths = row_count(mask)
-        return lengths if parts == 1 else jnp.sum(lengths.reshape(-1, parts), 1, dtype=jnp.int32)
+        if parts == 1:
+            return lengths
+        return jnp.sum(whole(lengths).reshape(-1, parts), axis=1, dtype=jnp.int32)
 
     lengths = lengths_of(mask if denominator == "response" else kept)
     counted = lengths_of(kept if denominator == "survivors" else mask) > 0
@@ -199,13 +208,16 @@ class Objective:
             raise InputError(f"loss_options is {self.loss_options!r}; it must be a mapping")
         object.__setattr__(self, "loss_options", tuple(sorted(dict(self.loss_options).items())))
         check_choice("estimator", self.estimator, get_args(Estimator))
-        check_choice("loss", self.loss, get_args(Loss))
-        check_choice("aggregation", self.aggregation, get_args(Aggregation))
         check_choice("denominator", self.denominator, get_args(Denominator))
         check_choice("kl_estimator", self.kl_estimator, get_args(KL))
         check_aggregation(self.aggregation, 1 if self.max_length is None else self.max_length)
-        self._check_rejections()
-        self._check_options()
+        for name, value in self.loss_options:
+            if getattr(self, name, None) is not None:
+                raise InputError(
+                    f"{name} is given twice, as {getattr(self, name)} and in loss_options as"
+                    f" {value}"
+                )
+        losses.check_options(self.loss, self.options)
         coefficients = "kl_coefficient", "balance_coefficient", "reward_kl_coefficient"
         for name in ("advantage_eps", *coefficients):
             value = getattr(self, name)
@@ -215,9 +227,9 @@ class Objective:
             raise InputError(f"entropy_coefficient is {value}; it must be finite")
         if self.kl_cap is not None and not self.kl_cap > 0.0:
             raise InputError(f"kl_cap is {self.kl_cap}; it must be above 0")
-        self._check_shaping()
+        self._check_together()
 
-    def _check_rejections(self) -> None:
+    def _check_together(self) -> None:
         if self.regularise_rejected and self.counts_kept:
             raise InputError(
                 f"denominator is {self.denominator!r}, which does not count the rejected tokens"
@@ -228,17 +240,6 @@ class Objective:
                 f"reject_before_advantages takes rejected responses out of the baseline, but the"
                 f" estimator {self.estimator!r} has none of other responses; leave it out"
             )
-
-    def _check_options(self) -> None:
-        for name, value in self.loss_options:
-            if getattr(self, name, None) is not None:
-                raise InputError(
-                    f"{name} is given twice, as {getattr(self, name)} and in loss_options as"
-                    f" {value}"
-                )
-        losses.check_options(self.loss, self.options)
-
-    def _check_shaping(self) -> None:
         if self.drop_uninformative and self.estimator not in GROUP_BASELINES:
             raise InputError(
                 f"drop_uninformative leaves out groups of equal rewards, but the estimator"
@@ -286,7 +287,9 @@ class Objective:
         """The options of the loss that differ from its own defaults."""
         named = {name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip")}
         given = {name: value for name, value in named.items() if value is not None}
-        return {**given, **dict(self.loss_options)}
+        given |= dict(self.loss_options)
+        # NumPy's numbers would be computed with in their own dtype.
+        return {n: x.item() if isinstance(x, np.generic) else x for n, x in given.items()}
 
     @property
     def controller(self) -> AdaptiveKL | None:
@@ -327,13 +330,8 @@ class Objective:
 
     def advantages(self, rewards: jax.Array, *, samples: int, **arrays: Any) -> jax.Array:
         """Returns f32[B] or f32[B, R]; see `advantages.advantages`, also for the arrays."""
-        return advantages(
-            rewards,
-            samples=samples,
-            estimator=self.estimator,
-            eps=self.advantage_eps,
-            **arrays,
-        )
+        own: Any = {"estimator": self.estimator, "eps": self.advantage_eps}
+        return advantages(rewards, samples=samples, **own, **arrays)
 
     def token_weights(
         self, mask: jax.Array, kept: jax.Array | None = None, *, parts: int = 1
@@ -362,8 +360,7 @@ class Objective:
         """
         advantages, mask = _token_advantages(advantages, mask.shape), mask.astype(bool)
         log_probs, old = (jnp.where(mask, x, 0.0) for x in (log_probs, old_log_probs))
-        find = losses.SELECTIONS[self.loss]
-        return find(log_probs, old, advantages, mask, **self.options)
+        return losses.SELECTIONS[self.loss](log_probs, old, advantages, mask, **self.options)
 
     def token_losses(
         self,
@@ -428,14 +425,8 @@ class Objective:
         if kept is not None and not self.regularise_rejected:
             terms = jnp.where(kept, terms, 0.0)
         loss = loss + terms
-        return TokenLosses(
-            loss=jnp.where(mask, loss, 0.0),
-            ratio=policy.ratio,
-            clipped_low=policy.clipped_low,
-            clipped_high=policy.clipped_high,
-            clipped_dual=policy.clipped_dual,
-            kl=jax.lax.stop_gradient(jnp.where(mask, kl, 0.0)),
-        )
+        policy = policy._replace(loss=jnp.where(mask, loss, 0.0))
+        return TokenLosses(*policy, kl=jax.lax.stop_gradient(jnp.where(mask, kl, 0.0)))
 
     def _check_given(self, reference_log_probs: Any, entropy: Any, balance: Any) -> None:
         for name, what, given in (
@@ -520,13 +511,8 @@ def dppo(**changes) -> Objective:
     return _build(changes, loss="dppo_tv")
 
 
-PRESETS = {
-    preset.__name__: preset
-    for preset in (
-        *(grpo, dr_grpo, rloo, reinforce, reinforce_plus_plus, dapo),
-        *(gspo, cispo, sapo, gmpo, dppo),
-    )
-}
+_MADE = (grpo, dr_grpo, rloo, reinforce, reinforce_plus_plus, dapo, gspo, cispo, sapo, gmpo, dppo)
+PRESETS = {preset.__name__: preset for preset in _MADE}
 
 
 def _build(changes: dict, **defaults) -> Objective:

@@ -1,6 +1,6 @@
-"""Where a computation runs: a mesh's axes, and which dimension of an array goes on which axis.
+"""Where a computation runs: axes of a mesh, what of an array goes on which, several processes.
 
-Values and pure functions: no devices until `mesh` is given some.
+Placements are values: no devices until `mesh` is given some.
 
 Axes of the mesh:
 
@@ -12,18 +12,27 @@ Axes of the mesh:
 - `tensor`: columns of every weight matrix, and the heads. Its devices work on the same rows.
 
 Arrays that are not needed for a while can wait in the host's memory (`to_host`, `to_devices`).
+
+Where there are several processes, every one runs the same job with the same config; arrays span all
+their devices. What is not an array is exchanged here as text. Process 0 leads: it alone shows the
+run and writes files, except that each process writes its own share of a checkpoint.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import gcd, prod
+from numbers import Integral
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 
 AXES = ("data", "fsdp", "expert", "tensor")
@@ -43,6 +52,7 @@ RULES: dict[Axis, tuple[str, ...]] = {
     "expert": ("expert",),  # what a mixture's matrices are stacked over
     "whole": (),
 }
+_HEARTBEAT = 30  # seconds without a sign of life after which a process counts as lost
 
 
 @dataclass(frozen=True)
@@ -65,8 +75,9 @@ class Placement:
     def __post_init__(self):
         for axis in AXES:
             size = getattr(self, axis)
-            if not isinstance(size, int) or size < 1:
+            if not isinstance(size, Integral) or size < 1:
                 raise InputError(f"Placement: {axis} must be a positive integer, got {size!r}")
+            object.__setattr__(self, axis, int(size))
         if self.decode not in ("whole", "sharded"):
             raise InputError(f"Placement: decode must be 'whole' or 'sharded', got {self.decode!r}")
 
@@ -156,12 +167,12 @@ def spec(axes: Axes) -> PartitionSpec:
 
 def specs(tree: Any) -> Any:
     """`spec` of every leaf of a tree of logical axes."""
-    return jax.tree.map(spec, tree, is_leaf=_is_axes)
+    return jax.tree.map(spec, tree, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def shardings(tree: Any, on: Mesh | AbstractMesh) -> Any:
     """`NamedSharding`s on a mesh, of a tree of logical axes."""
-    return jax.tree.map(lambda axes: NamedSharding(on, spec(axes)), tree, is_leaf=_is_axes)
+    return jax.tree.map(partial(NamedSharding, on), specs(tree))
 
 
 def put(tree: Any, target: Any) -> Any:
@@ -191,26 +202,24 @@ def missing(axes: Axes) -> tuple[str, ...]:
     return tuple(name for name in AXES if name not in used)
 
 
-def _is_axes(node: Any) -> bool:
-    return isinstance(node, tuple)
-
-
 _HOST = "pinned_host"
+
+
+def _memories(devices: Devices) -> list[str]:
+    return [memory.kind for memory in devices[0].addressable_memories()]
 
 
 def host_helps(devices: Devices) -> bool:
     """Whether the host has memory beside the devices' own, in which arrays can wait."""
-    kinds = [memory.kind for memory in devices[0].addressable_memories()]
-    return devices[0].platform != "cpu" and _HOST in kinds
+    return devices[0].platform != "cpu" and _HOST in _memories(devices)
 
 
 def check_host(devices: Devices) -> None:
     """Raises InputError if arrays of these devices cannot wait in the host's memory."""
-    kinds = [memory.kind for memory in devices[0].addressable_memories()]
-    if _HOST not in kinds:
+    if _HOST not in _memories(devices):
         raise InputError(
             f"offload: arrays of a {devices[0].device_kind} cannot wait in the host's memory; it"
-            f" has {', '.join(kinds)}"
+            f" has {', '.join(_memories(devices))}"
         )
 
 
@@ -228,18 +237,140 @@ def to_devices(tree: Any) -> Any:
 
 
 def _sent(tree: Any, kind: str) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    elsewhere = [leaf for leaf in leaves if _memory(leaf) != kind]
-    shardings = [leaf.sharding.with_memory_kind(kind) for leaf in elsewhere]
-    moved = iter(jax.block_until_ready(jax.device_put(elsewhere, shardings)))
-    found = [leaf if _memory(leaf) == kind else next(moved) for leaf in leaves]
+    elsewhere = [leaf for leaf in jax.tree.leaves(tree) if _memory(leaf) != kind]
+    targets = [leaf.sharding.with_memory_kind(kind) for leaf in elsewhere]
+    moved = iter(jax.block_until_ready(jax.device_put(elsewhere, targets)))
+    found = jax.tree.map(lambda leaf: leaf if _memory(leaf) == kind else next(moved), tree)
     # JAX does not donate from one memory to another.
     for leaf in elsewhere:
         leaf.delete()
-    return jax.tree.unflatten(structure, found)
+    return found
 
 
 def _memory(leaf: jax.Array) -> str:
     """The kind of memory that an array lies in."""
     device = next(iter(leaf.sharding.device_set))
     return leaf.sharding.memory_kind or device.default_memory().kind
+
+
+def join(coordinator: str | None, count: int | None, index: int | None) -> None:
+    """Joins the other processes of a job. To be called before any other use of JAX.
+
+    Args:
+      coordinator: HOST:PORT of process 0; None takes all three from SLURM, Open MPI, GKE or the TPU
+        pod's metadata.
+      count: how many processes there are.
+      index: the number of this one, from 0.
+
+    Raises:
+      InputError: there is no such environment, the numbers contradict each other, or the other
+        processes do not answer in time.
+    """
+    given = (coordinator, count, index)
+    if any(x is not None for x in given) and any(x is None for x in given):
+        raise InputError("--coordinator, --processes and --process go together")
+    if count is not None and index is not None and not 0 <= index < count:
+        raise InputError(f"--process {index}: must be in 0..{count - 1}, below --processes")
+    # It catches SIGTERM for who asks it, which nobody does: before a run looks, one would be lost.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        with waiting.during("waiting for the other processes"):
+            jax.distributed.initialize(
+                coordinator, count, index, heartbeat_timeout_seconds=_HEARTBEAT
+            )
+    except ValueError as error:
+        raise InputError(
+            f"--distributed: no SLURM, Open MPI, GKE or TPU pod job was found here ({error}); give"
+            " --coordinator HOST:PORT, --processes and --process"
+        ) from error
+    except RuntimeError as error:
+        raise InputError(
+            f"could not join the other processes at {coordinator or 'the coordinator'}:"
+            f" {str(error).splitlines()[0]}; start all of them, with the same address"
+        ) from error
+
+
+def check_all_used(where: Placement, name: str = "placement") -> None:
+    """Refuses a mesh that leaves out devices of several processes: each must have a part of it."""
+    count, several = jax.device_count(), jax.process_count()
+    if several > 1 and where.devices != count:
+        raise InputError(
+            f"{name} ({where}) uses {where.devices} devices, but the {several} processes have"
+            f" {count}, and with several all must be used"
+        )
+
+
+def leads() -> bool:
+    """Whether this is process 0, which writes files and shows the run."""
+    return jax.process_index() == 0
+
+
+def texts(text: str) -> list[str]:
+    """The text of every process, in order. All processes must call this."""
+    if jax.process_count() == 1:
+        return [text]
+    data = text.encode()
+    sizes = _gathered(np.array([len(data)], np.int32))[:, 0]
+    # Padded to a power of two, so that few sizes are compiled.
+    padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    rows = _gathered(padded)
+    return [rows[i, :size].tobytes().decode() for i, size in enumerate(sizes.tolist())]
+
+
+def _gathered(row: np.ndarray) -> np.ndarray:
+    with waiting.during("waiting for the other processes"):
+        return np.asarray(multihost_utils.process_allgather(row))
+
+
+def led(action: Callable[[], Any]) -> Any:
+    """Runs `action` on process 0 and returns its result, a JSON value, on all processes.
+
+    Its InputError is raised on all of them. All processes must call this.
+    """
+    if jax.process_count() == 1:
+        return action()
+    outcome: dict[str, Any] = {}
+    if leads():
+        try:
+            outcome["value"] = action()
+        except InputError as error:
+            outcome["error"] = str(error)
+    outcome = json.loads(texts(json.dumps(outcome))[0])
+    if "error" in outcome:
+        raise InputError(outcome["error"])
+    return outcome["value"]
+
+
+def agree(text: str, what: str) -> None:
+    """Raises `InputError` on all processes if they do not have the same text."""
+    received = texts(text)
+    other = [i for i, theirs in enumerate(received) if theirs != received[0]]
+    if other:
+        raise InputError(
+            f"process {other[0]} differs from process 0 in {what}; start all with the same command"
+            " on machines of one kind"
+        )
+
+
+def meet() -> None:
+    """Waits until all processes have called it."""
+    texts("")
+
+
+def any_of(flag: bool) -> bool:
+    """Whether the flag is set on any process."""
+    return "1" in texts("1" if flag else "0")
+
+
+def whole(tree: Any) -> Any:
+    """Arrays of any sharding as whole NumPy arrays, on every process."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+
+    def leaf(x: Any) -> np.ndarray:
+        if of_process(x):  # a gather would put every process's beside one another
+            return np.asarray(x)
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+    return jax.tree.map(leaf, tree)

@@ -11,16 +11,17 @@ fixed: on a CPU it is another one as soon as there are several processes.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from tim_jax import kernels
 from tim_jax.kernels import Kernels, native
-from tim_jax.kernels.composed import Composed
+from tim_jax.kernels.experts import ALONE, Exchange
+from tim_jax.kernels.families import Composed
 from tim_jax.numerics import Numerics
-from tim_jax.placement import AXES, RULES, Axes, Placement, missing
+from tim_jax.placement import AXES, ROWS, RULES, Axes, Placement, missing
 
 Names = tuple[str, ...]
 
@@ -95,13 +96,9 @@ def total(x: jax.Array, names: Names) -> jax.Array:
     return _collect(part, names, 0)[: flat.size].reshape(x.shape)
 
 
-def _gather(x: jax.Array, names: Names, axis: int) -> jax.Array:
-    """`_collect`, differentiable."""
-    return _collected(x, names, axis) if names else x
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _collected(x, names, axis):
+    """`_collect`, differentiable: the transpose sums over devices, and each keeps its part."""
     return _collect(x, names, axis)
 
 
@@ -111,21 +108,23 @@ _collected.defvjp(
 )
 
 
+def _gather(x: jax.Array, names: Names, placement: Placement, axis: int) -> jax.Array:
+    names = _present(names, placement)
+    return _collected(x, names, axis) if names else x
+
+
 def gather(x: jax.Array, names: Names, placement: Placement) -> jax.Array:
     """The last axis of `x` of all devices along the mesh axes `names`, in order.
 
     For what every device uses differently (such as for its own columns of a product): the transpose
     sums the cotangents of all devices, and each device keeps its part.
     """
-    return _gather(x, _present(names, placement), x.ndim - 1)
+    return _gather(x, names, placement, x.ndim - 1)
 
 
 def gather_rows(x: jax.Array, placement: Placement) -> jax.Array:
-    """The rows [N / tensor, ...] of all devices of a tensor group, [N, ...], in order.
-
-    As in `gather`, every device uses them differently: the transpose sums over the group.
-    """
-    return _gather(x, _present(("tensor",), placement), 0)
+    """As `gather`, the rows [N / tensor, ...] of all devices of a tensor group, [N, ...]."""
+    return _gather(x, ("tensor",), placement, 0)
 
 
 def tensor_whole(x: jax.Array, placement: Placement) -> jax.Array:
@@ -184,7 +183,7 @@ def stack(weight: jax.Array, placement: Placement) -> jax.Array:
 
     Kept for the backward, unless the layer is recomputed (`remat`).
     """
-    return _gather(weight, _present(RULES["in"], placement), weight.ndim - 2)
+    return _gather(weight, RULES["in"], placement, weight.ndim - 2)
 
 
 def whole_matrix(weight: jax.Array, placement: Placement) -> jax.Array:
@@ -202,25 +201,11 @@ def group_rows(x: jax.Array, placement: Placement, *, axis: str = "expert") -> j
     return _collect(x, _present((axis,), placement), 0)
 
 
-def own_group_rows(sums: jax.Array, placement: Placement) -> jax.Array:
-    """The transpose of `group_rows` over experts: this device's rows of the sums, float32."""
-    return _reduce(sums, _present(("expert",), placement), 0)
-
-
-def _dot(
-    dot: Callable,
-    placement: Placement,
-    x: jax.Array,
-    weight: jax.Array,
-    *,
-    numerics: Numerics,
-) -> jax.Array:
+def _dot(dot: Callable, placement: Placement, x, weight, *, numerics: Numerics) -> jax.Array:
     """x [N, K] @ weight -> float32 [N, M], the rows of `weight` gathered over fsdp just before use.
 
-    Args:
-      weight: this device's part, [K / fsdp, M] or column tiles [T, K / fsdp, M / T].
-
-    The backward gathers the weight again: no whole weight is kept from the forward.
+    `weight` is this device's part, [K / fsdp, M] or column tiles [T, K / fsdp, M / T]. The backward
+    gathers it again: no whole weight is kept from the forward.
     """
     plain = partial(dot, numerics=numerics)
     names = _present(RULES["in"], placement)
@@ -270,7 +255,7 @@ def sum_copies(gradients: Any, axes: Any, placement: Placement) -> Any:
 
 def any_row(flag: jax.Array, placement: Placement) -> jax.Array:
     """Whether `flag` bool[...] is True on a device of any rows, element by element."""
-    names = _present(RULES["rows"], placement)
+    names = _present(ROWS, placement)
     if not names:
         return flag
     flags = jax.lax.all_gather(flag.astype(jnp.int32), names)
@@ -279,7 +264,7 @@ def any_row(flag: jax.Array, placement: Placement) -> jax.Array:
 
 def whole_rows(tree: Any, placement: Placement) -> Any:
     """Arrays [B / shards, ...] of every device's rows as the whole [B, ...]."""
-    names = _present(RULES["rows"], placement)
+    names = _present(ROWS, placement)
 
     def leaf(x: jax.Array) -> jax.Array:
         if x.dtype == jnp.bool_:
@@ -299,3 +284,115 @@ def norm(tree: Any, axes: Any, placement: Placement) -> jax.Array:
 
     part: Any = sum(jax.tree.leaves(jax.tree.map(squares, tree, axes)), jnp.float32(0))
     return jnp.sqrt(total(part[None], _present(AXES, placement))[0])
+
+
+# --- rows to the devices that have their experts -----------------------------------------------
+#
+# The devices along the mesh axis `expert` have as many of a mixture's experts each, and rows of
+# their own. Each gathers the rows of all and what they chose, so it knows what everyone needs. It
+# computes what its own experts make of the rows that chose them, and sends each output to the
+# device that has the row. This adds nothing up: a row's experts are summed where the row lies, in
+# the order of its choices, as on one device. There is room for the least favourable choice: no row
+# is dropped. The backward sends the cotangents of the outputs the other way.
+#
+# e: devices of a group; N: rows of each; k: experts of a row; d: hidden size. A pair is a row with
+# one of its experts.
+
+
+def exchange(placement: Placement, *, count: int) -> Exchange:
+    """The exchange of rows among the devices that have parts of `count` experts."""
+    if placement.expert == 1:
+        return ALONE
+    return Exchange(
+        placement.expert,
+        partial(_exchanged, count=count, placement=placement),
+        partial(_exchanged_back, count=count, placement=placement),
+    )
+
+
+class _Pairs(NamedTuple):
+    """Who has the experts of all pairs of a group."""
+
+    own: jax.Array  # i32[e N, k], this device's experts by their number here; others are one more
+    owners: jax.Array  # i32[e, N k], devices that have the expert of each pair of each device
+    counts: jax.Array  # i32[e, e], pairs of a device with experts of another
+
+
+def _exchanged(make: Callable, x, experts, *, count: int, placement: Placement) -> jax.Array:
+    """float32 [N, k, d] of rows x [N, d]; `make` does the same for a device's experts and rows."""
+    pairs = _pairs(experts, count, placement)
+    made = make(group_rows(x, placement), pairs.own)
+    first = jnp.argsort(pairs.owners.reshape(-1) != jax.lax.axis_index("expert"), stable=True)
+    sent = made.reshape(first.size, -1)[first]
+    came = _moved(sent, pairs.counts.T, most=experts.size, block=experts.size)
+    return came[jnp.argsort(_by_owner(pairs))].reshape(*experts.shape, -1)
+
+
+def _exchanged_back(
+    differentiate: Callable, x, experts, cotangent, *, count: int, placement: Placement
+) -> tuple[jax.Array, ...]:
+    """As `differentiate` for a device's experts and rows: the gradient of x, and of the weights."""
+    pairs = _pairs(experts, count, placement)
+    sent = cotangent.reshape(experts.size, -1)[_by_owner(pairs)]
+    came = _moved(sent, pairs.counts, most=pairs.owners.size, block=experts.size)
+    # A pair of others has some other's cotangent here, which is not looked at.
+    mine = pairs.owners.reshape(-1) == jax.lax.axis_index("expert")
+    cotangents = came[jnp.maximum(jnp.cumsum(mine) - 1, 0)].reshape(*pairs.own.shape, -1)
+    dx, *sums = differentiate(group_rows(x, placement), pairs.own, cotangents)
+    return _reduce(dx, _present(("expert",), placement), 0), *sums
+
+
+def _pairs(experts: jax.Array, count: int, placement: Placement) -> _Pairs:
+    devices, device = placement.expert, jax.lax.axis_index("expert")
+    here = count // devices
+    chosen = group_rows(experts, placement)
+    owners = (chosen // here).reshape(devices, -1)
+    everyone = jnp.arange(devices)[None, None, :]
+    counts = jnp.sum(owners[:, :, None] == everyone, axis=1, dtype=jnp.int32)
+    own = jnp.where(chosen // here == device, chosen - device * here, here)
+    return _Pairs(own, owners, counts)
+
+
+def _by_owner(pairs: _Pairs) -> jax.Array:
+    """i32[N k], this device's pairs in the order in which they leave and come back."""
+    return jnp.argsort(pairs.owners[jax.lax.axis_index("expert")], stable=True)
+
+
+def _moved(x: jax.Array, counts: jax.Array, *, most: int, block: int) -> jax.Array:
+    """Rows from all devices: [most, d], those of the first one first, and then any.
+
+    Args:
+      x: [S, d], what goes to the first device first.
+      counts: i32[e, e], rows from each device to each, the same on all.
+      block: at least every one of these.
+    """
+    ragged, dense = partial(_ragged, most=most), partial(_dense, most=most, block=block)
+    return jax.lax.platform_dependent(x, counts, tpu=ragged, cuda=ragged, default=dense)
+
+
+def _ragged(x: jax.Array, counts: jax.Array, *, most: int) -> jax.Array:
+    """`_moved`, of the rows alone."""
+    device = jax.lax.axis_index("expert")
+    sent, received = counts[device], counts[:, device]
+    return jax.lax.ragged_all_to_all(
+        x,
+        jnp.zeros((most, x.shape[1]), x.dtype),
+        jnp.cumsum(sent) - sent,
+        sent,
+        (jnp.cumsum(counts, axis=0) - counts)[device],
+        received,
+        axis_name="expert",
+    )
+
+
+def _dense(x: jax.Array, counts: jax.Array, *, most: int, block: int) -> jax.Array:
+    """`_moved` where nothing ragged can be: a block to every device, filled up with other rows."""
+    device = jax.lax.axis_index("expert")
+    sent, received = counts[device], counts[:, device]
+    starts = jnp.cumsum(sent) - sent
+    rows = starts[:, None] + jnp.arange(block)[None, :]
+    blocks = jax.lax.all_to_all(x[jnp.minimum(rows, x.shape[0] - 1)], "expert", 0, 0)
+    number, ends = jnp.arange(most), jnp.cumsum(received)
+    source = jnp.minimum(jnp.searchsorted(ends, number, side="right"), received.size - 1)
+    within = number - (ends - received)[source]
+    return blocks[source, jnp.clip(within, 0, block - 1)]

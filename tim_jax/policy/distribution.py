@@ -6,17 +6,12 @@ log-prob to the bit.
 
 Top-k and top-p keep the tokens whose logit is at least a threshold: the largest at which the kept
 tokens still amount to enough, to `top_k` tokens or to the share `top_p` of the probability. Both
-amounts are sums of whole numbers, which are exact in every order of summation. So the kept set
-depends on the row's logits and weights alone, not on the batch, the program or how the threshold
-was searched for.
-
-The search reads a row few times. One pass adds up the amounts above 15 thresholds at once, and the
-next pass divides the interval that is left between two of them. It ends as soon as every row's
-interval holds a single token. The first thresholds lie a few nats below the row's maximum, where
-those of a language model do: the set is then found in two to four passes. For a vocabulary of
-150,000 with normally distributed logits it takes six or seven, and eleven at most, which only
-logits that are equal to the bit at the threshold can need. Neither a sort nor a rule for ties is
-necessary.
+amounts are sums of whole numbers, exact in every order. So the kept set depends on the row's logits
+and weights alone, not on the batch, the program or how the threshold was searched for. The search
+needs neither a sort nor a rule for ties. One pass over a row adds up the amounts above 15
+thresholds, and the next divides the interval that is left between two of them, until it holds a
+single token: two to four passes for a language model's logits, eleven at most, which only logits
+that are equal to the bit at the threshold can need.
 """
 
 from collections.abc import Callable
@@ -46,9 +41,7 @@ def log_prob(
     numerics: Numerics,
     supports: jax.Array | None = None,
 ) -> jax.Array:
-    """log pi(token) under `sampling`, float32 [N], of logits [N, V] and tokens i32[N].
-
-    Logits of other float dtypes are cast to float32, which the kernels compute with.
+    """log pi(token) under `sampling`, float32 [N], of logits [N, V], cast to it, and tokens i32[N].
 
     The token itself always counts as part of the truncated set. At the weights that drew it, it is
     in it anyway; and when the weights have moved, its log-prob stays finite.
@@ -221,13 +214,11 @@ def kept_tokens(
     and by about 3e-7 if they are independent. Tokens less likely than 2^-31 count as nothing.
 
     Args:
-      scaled: float32 [N, V], logits over temperature; minus infinity is allowed.
-      peak: float32 [N], their maxima, finite.
-      weights: float32 [N, V], exp(scaled - peak) as the numerics' kernels compute it.
-      sampling: of which `top_k` and `top_p` are used.
+      scaled: [N, V], logits over temperature; minus infinity is allowed. All arrays are cast to
+        float32, whose bits are compared.
+      peak: [N], their maxima, finite.
+      weights: [N, V], exp(scaled - peak) as the numerics' kernels compute it.
       numerics: of the sum over the row by which the weights become probabilities.
-
-    Arrays of other float dtypes are cast to float32, whose bits are compared.
     """
     scaled, peak, weights = (x.astype(jnp.float32) for x in (scaled, peak, weights))
     order = _ordered(scaled)
@@ -262,7 +253,7 @@ def _share(total, top_p):
 
 
 class _Interval(NamedTuple):
-    """Per row, i32[N] each: the threshold is at least `low` and below `high`."""
+    """Of each row, i32[N]: the threshold is at least `low` and below `high`."""
 
     low: jax.Array
     high: jax.Array
@@ -308,8 +299,7 @@ def _threshold(
 
 
 def _sums(order, units, thresholds, floor):
-    """Amounts i32[N, T] from each threshold on, and the least amount i32[N] of a token from `floor`
-    on, in one pass.
+    """Amounts i32[N, T] from each threshold on, and the least i32[N] of a token from `floor` on.
 
     A single reduction with T + 1 results: sums written one by one would be passes of their own.
     """

@@ -68,10 +68,8 @@ def sample(
     Args:
       weights: compute weights, from `parameters.prepare`.
       prompts: P prompts, padded to Tp tokens.
-      key: a PRNG key.
       execution: with a placement of more than one device this runs inside `shard_map`, on this
         device's parts of weights and prompts, see `transformer.forward`.
-      samples: responses per prompt (the group size).
       batching: on this device.
       first: i32[] or i32[P], number of each group's first sample here, where a group is split over
         devices or its samples have prompts of their own.
@@ -91,13 +89,14 @@ def sample(
     streams = _streams(key, prompts.ids, samples, first)
     decoding = Decoding.of(execution, streams, draw=draw, begun=begun)
     width = min(batching.slots or count, count)
-    pages = batching.pages
     cache, results = decoding.prefill(weights, prompts, samples=samples, at_a_time=width)
     starts = jnp.repeat(prompts.lengths, samples)
     if limit > 1:
-        block = numerics.kv_block
-        blocks = -(-prompts.tokens.shape[1] // block)
-        pool = Pool(prompts.tokens.shape[0] * blocks, blocks, pages, block) if pages else None
+        pool = None
+        if batching.pages:
+            blocks = -(-prompts.tokens.shape[1] // numerics.kv_block)
+            own = prompts.tokens.shape[0] * blocks
+            pool = Pool(own, blocks, batching.pages, numerics.kv_block)
         order = jnp.arange(count, dtype=jnp.int32) if order is None else order
         queue = Queue(
             order=order,
@@ -129,7 +128,7 @@ def sample(
 
 
 def in_loop(execution: Execution) -> tuple[Execution, Placement]:
-    """The execution with the weights of a decode loop, and whose devices step together in it."""
+    """The execution with a decode loop's weights, and the placement of what steps together."""
     placement = execution.placement
     if placement.decode == "sharded" and placement.shards > 1:
         return execution, placement
@@ -261,17 +260,16 @@ class Decoding:
             made = jax.lax.map(one, parts)
         cache, drawn, routes = made
         first = self._first(*jax.tree.map(lambda x: x.reshape(-1), drawn))
-        if routes is None:
+        if routes is None:  # they are not asked for
             return cache, first
         routes = jnp.repeat(routes.reshape(count, length, *routes.shape[3:]), samples, axis=0)
         limit = self.execution.sampling.max_tokens
         return cache, replace(first, routes=jnp.pad(routes, ((0, 0), (0, limit), (0, 0), (0, 0))))
 
     def _recorded(self, routed: transformer.Routed | None) -> jax.Array | None:
-        """The experts [B, T, L, k] as a rollout has them, if they are asked for."""
-        if routed is None:
-            return None
-        return routed.experts.astype(route_dtype(self.execution.config.num_experts))
+        """The experts [B, T, L, k] as a rollout has them."""
+        dtype = route_dtype(self.execution.config.num_experts)
+        return None if routed is None else routed.experts.astype(dtype)
 
     def _first(self, tokens, log_probs, drawn) -> Results:
         """Results of one token each."""
@@ -292,7 +290,6 @@ class Decoding:
 
     def run(self, weights: Weights, queue: Queue, state: _State, *, until: int) -> _State:
         """Decodes until the queue is empty and no more than `until` slots work."""
-
         limit = self.execution.sampling.max_tokens
 
         def busy(slots: Slots, some_wait: jax.Array) -> jax.Array:
@@ -319,16 +316,9 @@ class Decoding:
             begin = begin_steps(slots, recorded.drawn is not None, recorded.routes)
             step = partial(self.step, weights, starts, uniforms, limit)
             end = jax.lax.while_loop(going_on, step, begin)
-            results = slotting.store(
-                state.results,
-                slots,
-                end.slots,
-                tokens=end.tokens,
-                log_probs=end.log_probs,
-                drawn=end.drawn,
-                routes=end.routes,
-                starts=starts,
-            )
+            names = "tokens", "log_probs", "drawn", "routes"
+            found = {name: getattr(end, name) for name in names}
+            results = slotting.store(recorded, slots, end.slots, starts=starts, **found)
             return _State(end.slots, results, waiting)
 
         return jax.lax.while_loop(unfinished, steps, state)
@@ -374,10 +364,9 @@ class Decoding:
 
 
 def tied(weights: Weights, count: jax.Array, execution: Execution) -> Weights:
-    """The weights, tied to a step: else XLA could gather sharded ones before a loop and keep them.
+    """The weights, tied to a step's number i32[].
 
-    Args:
-      count: i32[], the number of the step.
+    Else XLA could gather sharded ones before a loop and keep them.
     """
     if execution.placement.fsdp == 1:
         return weights

@@ -1,9 +1,12 @@
-"""Log-probs of given responses: one forward over whole sequences, then the head tile by tile."""
+"""Log-probs of given responses: one forward over whole sequences, then the head tile by tile.
+
+In the forward, sequences lie in padded rows (`Padded`) or in one buffer without padding (`Packed`).
+"""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +16,167 @@ from tim_jax.common.types import Rollout
 from tim_jax.kernels import native
 from tim_jax.model import transformer
 from tim_jax.model.execution import Execution
+from tim_jax.model.packing import Packing
 from tim_jax.model.weights import Weights, weight_axes
-from tim_jax.numerics import Numerics, masked
+from tim_jax.numerics import Numerics, strict
 from tim_jax.placement import Placement, collectives
-from tim_jax.policy import distribution, layout
-from tim_jax.policy.layout import Layout
+from tim_jax.policy import distribution
+
+
+def sequences(rollout: Rollout) -> jax.Array:
+    """i32[B, Tp + R]: each prompt directly followed by its response, position 0 first."""
+    prompt_size, response_size = rollout.prompts.shape[1], rollout.responses.shape[1]
+    at = jnp.arange(prompt_size + response_size)[None, :]
+    after = at - rollout.prompt_lengths[:, None]
+    prompt = jnp.pad(rollout.prompts, ((0, 0), (0, response_size)))
+    index = jnp.clip(after, 0, response_size - 1)
+    response = jnp.take_along_axis(rollout.responses, index, axis=1)
+    return jnp.where(after < 0, prompt, response)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """The sequences in B rows of Tp + R tokens.
+
+    A layout says which rows of the forward predict response tokens, and takes what is computed of
+    these back to [B, R].
+    """
+
+    tokens: jax.Array  # i32[B, T]
+    positions: jax.Array  # i32[B, T]
+    targets: jax.Array  # i32[B, R], the response tokens
+    routes: jax.Array | None  # [B, T, L, k]
+    supports: jax.Array | None  # i32[B, R, K]
+    prompt_lengths: jax.Array  # i32[B]
+    packing: ClassVar[None] = None
+    used: ClassVar[None] = None
+
+    def predicting(self, x: jax.Array) -> jax.Array:
+        """[B, R, ...] of [B, T, ...]: what predicts response token t is at position t - 1."""
+        some = partial(jax.lax.dynamic_slice_in_dim, slice_size=self.targets.shape[1], axis=0)
+        return jax.vmap(some)(x, self.prompt_lengths - 1)
+
+    def by_response(self, x: jax.Array) -> jax.Array:
+        """[B, R] of values of the targets."""
+        return x
+
+
+@dataclass(frozen=True)
+class Packed:
+    """B sequences one after the other in a buffer of N tokens, the longest first."""
+
+    tokens: jax.Array  # i32[1, N]
+    positions: jax.Array  # i32[1, N]
+    targets: jax.Array  # i32[N], the response tokens, one after the other
+    routes: jax.Array | None  # [1, N, L, k]
+    supports: jax.Array | None  # i32[N, K], of the targets
+    packing: Packing
+    used: jax.Array  # i32[], how many targets there are
+    rows: jax.Array  # i32[N], of the buffer, that predict the targets; N for none
+    target: jax.Array  # i32[N], that a row of the buffer predicts; N for none
+    responses: jax.Array  # i32[B, R], the places of response tokens among the targets; N for none
+    place: jax.Array  # i32[N], of a target in [B * R]; B * R for none
+
+    def predicting(self, x: jax.Array) -> jax.Array:
+        """[N, ...] of [1, N, ...]: what predicts the targets; 0 beyond `used`."""
+        return _taken(x[0], self.rows, self.target)
+
+    def by_response(self, x: jax.Array) -> jax.Array:
+        """[B, R] of values [N] of the targets; 0 beyond a response."""
+        return _taken(x, self.responses, self.place)
+
+
+def padded(rollout: Rollout) -> Padded:
+    """The sequences in rows of their own."""
+    tokens = sequences(rollout)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+    recorded, lengths = (rollout.routes, rollout.supports), rollout.prompt_lengths
+    return Padded(tokens, positions, rollout.responses, *recorded, lengths)
+
+
+def packed(rollout: Rollout, size: int) -> Packed:
+    """The sequences in a buffer of `size` tokens, N, which must hold them all.
+
+    A row with no response token is left out. Lengths are not known here: who chooses the rows
+    checks that they fit.
+    """
+    (count, longest), prompts = rollout.responses.shape, rollout.prompt_lengths
+    wholes = jnp.where(rollout.lengths > 0, prompts + rollout.lengths, 0)
+    order = jnp.argsort(-wholes, stable=True)
+    rank = jnp.argsort(order)
+    wholes, lengths = wholes[order], rollout.lengths[order]
+    starts, ends = _bounds(wholes)
+    firsts, lasts = _bounds(lengths)  # of the sequences' responses, among all targets
+    used = lasts[-1]
+    at = jnp.arange(size, dtype=jnp.int32)
+
+    # Of each row of the buffer.
+    number = _owner(ends, at)
+    row, inside = order[number], at < ends[-1]
+    position = jnp.where(inside, at - starts[number], 0)
+    after = position - prompts[row]
+    prompt = rollout.prompts[row, jnp.minimum(position, rollout.prompts.shape[1] - 1)]
+    response = rollout.responses[row, jnp.clip(after, 0, longest - 1)]
+    token = jnp.where(inside, jnp.where(after < 0, prompt, response), 0)
+    predicts = inside & (after >= -1) & (after + 1 < lengths[number])
+    target = jnp.where(predicts, firsts[number] + after + 1, size)
+
+    # Of each target.
+    owner = _owner(lasts, at)
+    index, there = at - firsts[owner], at < used
+    rows = jnp.where(there, starts[owner] + prompts[order[owner]] - 1 + index, size)
+    index = jnp.clip(index, 0, longest - 1)
+    place = jnp.where(there, order[owner] * longest + index, count * longest)
+
+    # Of each response token.
+    column = jnp.arange(longest)[None, :]
+    responses = jnp.where(column < rollout.lengths[:, None], firsts[rank][:, None] + column, size)
+    return Packed(
+        tokens=token[None],
+        positions=position[None],
+        targets=rollout.responses[order[owner], index],
+        routes=None if rollout.routes is None else rollout.routes[row, position][None],
+        supports=None if rollout.supports is None else rollout.supports[order[owner], index],
+        packing=Packing(starts, wholes, min(size, rollout.prompts.shape[1] + longest)),
+        used=used,
+        rows=rows,
+        target=target,
+        responses=responses,
+        place=place,
+    )
+
+
+def _bounds(lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Starts and ends i32[B] of pieces that lie one after the other."""
+    ends = jnp.cumsum(lengths, dtype=jnp.int32)
+    return ends - lengths, ends
+
+
+def _owner(ends: jax.Array, at: jax.Array) -> jax.Array:
+    """i32[N], which piece a place belongs to; behind all, the last."""
+    number = jnp.searchsorted(ends, at, side="right").astype(jnp.int32)
+    return jnp.minimum(number, ends.shape[0] - 1)
+
+
+def _taken(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    """x [n, ...] at `index` [...], 0 where that is out of bounds; each row at most once.
+
+    `inverse` i32[n] is where a row went, in `index` flattened. The gradient is a gather by it: a
+    scatter would add, in an order that a device may choose.
+    """
+
+    def take(x, index, inverse):
+        del inverse
+        return x.at[index].get(mode="fill", fill_value=0)
+
+    def backward(residuals, cotangent):
+        index, inverse = residuals
+        flat = cotangent.reshape(-1, *cotangent.shape[index.ndim :])
+        return flat.at[inverse].get(mode="fill", fill_value=0), None, None
+
+    call = jax.custom_vjp(take)
+    call.defvjp(lambda x, *where: (take(x, *where), where), backward)
+    return call(x, index, inverse)
 
 
 class Scores(NamedTuple):
@@ -47,19 +206,20 @@ def score(
 ) -> Scores:
     """Log-probs of the response tokens, and the entropies of their distributions.
 
-    The distribution is the execution's (temperature, truncation replayed). Differentiable in
-    `weights` through the log-probs, and through the entropies only with `entropy_gradient`, which
-    changes no bit of what is returned. With a placement of several devices: inside `shard_map`, on
-    this device's parts of weights and rows, see `transformer.forward`.
+    The distribution is the execution's (temperature, truncation replayed). With a placement of
+    several devices: inside `shard_map`, on this device's parts of weights and rows, see
+    `transformer.forward`.
 
-    With `sums` (see `gradient_sums`) embedding and head have no gradient, but the gradient with
-    respect to `sums` is these sums plus that gradient: the backward adds to them in their place.
-    With `frozen_head` the head and the last norm have no gradient, and nothing is computed for it.
-    `loads` f32[L, E]: the shares of a batch's tokens that each expert has, for `Scores.balance`.
-    With `buffer` the sequences lie in a buffer of this many tokens, which must hold them, and no
-    padding is computed; that changes no bit of what is returned of a response.
+    Args:
+      entropy_gradient: whether it is differentiable through the entropies too, and not only through
+        the log-probs. It changes no bit of what is returned, nor does `buffer`.
+      sums: see `gradient_sums`. Embedding and head then have no gradient, but the gradient with
+        respect to these is these plus that gradient: the backward adds to them in their place.
+      frozen_head: the head and the last norm have no gradient, and nothing is computed for it.
+      loads: f32[L, E], shares of a batch's tokens that each expert has, for `Scores.balance`.
+      buffer: its tokens, which must hold the sequences: no padding is computed. None: padded rows.
     """
-    laid_out = layout.padded(rollout) if buffer is None else layout.packed(rollout, buffer)
+    laid_out = padded(rollout) if buffer is None else packed(rollout, buffer)
     total = None if sums is None else sums["embed"]
     transposed = sums is not None and "head" not in sums
     embeddings, total = transformer.embedded(
@@ -92,9 +252,11 @@ def score(
 
 
 def chosen_alike(weights: Weights, rollout: Rollout, *, execution: Execution) -> jax.Array:
-    """f32[B, R, L], of the positions that predict the response tokens: the share of the routes'
-    experts that the model's own router takes too, in each layer. On one device."""
-    laid_out = layout.padded(rollout)
+    """f32[B, R, L], of the positions that predict the response tokens, on one device.
+
+    The share of the routes' experts that the model's own router takes too, in each layer.
+    """
+    laid_out = padded(rollout)
     _, _, routed = transformer.forward(
         weights, laid_out.tokens, laid_out.positions, execution=execution
     )
@@ -102,7 +264,7 @@ def chosen_alike(weights: Weights, rollout: Rollout, *, execution: Execution) ->
     return laid_out.predicting(jnp.mean(same, axis=3))
 
 
-def _same_experts(routed: Any, laid_out: Layout) -> jax.Array:
+def _same_experts(routed: Any, laid_out: Padded | Packed) -> jax.Array:
     """bool[B, T, L, k], which of the routers' own choices the sampler made too."""
     if laid_out.routes is None:
         raise ValueError("the rollout has no routes to compare with")
@@ -110,7 +272,7 @@ def _same_experts(routed: Any, laid_out: Layout) -> jax.Array:
     return jnp.any(own[..., :, None] == recorded[..., None, :], axis=-1)
 
 
-def _routing(routed: transformer.Routed, laid_out: Layout) -> dict[str, jax.Array | None]:
+def _routing(routed: transformer.Routed, laid_out: Padded | Packed) -> dict[str, jax.Array | None]:
     """How often sampler and learner choose the same experts, and more of the routers, [B, R]."""
 
     def of_responses(x: jax.Array) -> jax.Array:
@@ -118,7 +280,7 @@ def _routing(routed: transformer.Routed, laid_out: Layout) -> dict[str, jax.Arra
 
     same = _same_experts(routed, laid_out)
     number = jnp.asarray(same.shape[2] * same.shape[3], jnp.float32)
-    agreement = masked.quotient(jnp.sum(same.astype(jnp.float32), axis=(2, 3)), number)
+    agreement = strict.quotient(jnp.sum(same.astype(jnp.float32), axis=(2, 3)), number)
     return {
         "agreement": of_responses(agreement),
         "router_entropy": of_responses(routed.entropy),
@@ -145,13 +307,13 @@ def of_logits(
     Returns:
       The tree, of arrays [B, R, ...]; beyond a response meaningless.
     """
-    laid_out = layout.padded(rollout)
+    laid_out = padded(rollout)
     routes = laid_out.routes if execution.routing == "replayed" else None
     hidden, _, _ = transformer.forward(
         weights, laid_out.tokens, laid_out.positions, execution=execution, routes=routes
     )
     head = {name: weights[name] for name in ("final_norm", "head")}
-    shape = rollout.responses.shape
+    shape, size = rollout.responses.shape, rollout.responses.size
     fence = kernels.family(execution.numerics).fence
 
     def tile(rows):
@@ -160,9 +322,7 @@ def of_logits(
         return fence(function(logits, tokens, *others))
 
     rows = (laid_out.predicting(hidden), rollout.responses, *more)
-    tiles = _tiled(rows, min(execution.numerics.head_rows, rollout.responses.size))
-    found = jax.lax.map(tile, tiles)
-    size = rollout.responses.size
+    found = jax.lax.map(tile, _tiled(rows, min(execution.numerics.head_rows, size)))
 
     def whole(x):  # without -1, which an array of no elements cannot have
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[:size].reshape(*shape, *x.shape[2:])
@@ -191,8 +351,10 @@ def gradient_sums(weights: Weights, *, execution: Execution) -> Weights:
 
 
 def shares_gradient(execution: Execution) -> bool:
-    """True if the head's gradient is added to the embedding's: the head is the embedding
-    transposed, and lies in the same parts, as it does without column tiles."""
+    """True if the head's gradient is added to the embedding's.
+
+    It is where the head is the embedding transposed, and lies in the same parts.
+    """
     return execution.config.tied_embeddings and execution.numerics.column_tiles == 1
 
 
@@ -219,13 +381,11 @@ def _head(head, hidden, scored, total, used, options: _HeadOptions):
     """Log-probs and entropies [B, R] of hidden states [B, R, d], `head_rows` rows at a time.
 
     Or [N] of [N, d]. If only the first `used` i32[] of these are wanted, the tiles behind them are
-    not computed. `scored` are the tokens [B, R], and the supports [B, R, K] or None.
-
-    No array of [tokens, vocabulary] ever exists: the backward recomputes each tile's logits, and
-    sums the head's gradient in float32 whatever the compute dtype: in `total`, if there is one (see
-    `gradient_sums`; of the head's shape, or transposed as the tied embedding's). The devices of a
-    tensor group share a tile: each multiplies its columns of the head by all rows, then has all
-    columns of its own rows.
+    not computed. `scored` are the tokens [B, R], and the supports [B, R, K] or None. No array of
+    [tokens, vocabulary] ever exists: the backward recomputes each tile's logits, and sums the
+    head's gradient in float32: in `total`, if there is one (of the head's shape, or transposed as
+    the tied embedding's). The devices of a tensor group share a tile: each multiplies its columns
+    of the head by all rows, then has all columns of its own rows.
     """
     shape, size = scored[0].shape, scored[0].size
     tile_rows = min(options.execution.numerics.head_rows, size)
@@ -294,28 +454,38 @@ def _fold(step: Callable, carry: Any, rows: Any, used: jax.Array | None) -> tupl
 
 def _head_tile(head, hidden, scored, *, options: _HeadOptions):
     """Log-prob, entropy and perhaps energy of this device's rows of the tile."""
-    sampling, numerics = options.execution.sampling, options.execution.numerics
     logits = transformer.logits_of_local_rows(head, hidden, execution=options.gathered)
-    tokens, supports = _local(scored, options.placement)
-    how = {"sampling": sampling, "numerics": numerics, "supports": supports}
-    log_probs = distribution.log_prob(logits, tokens, **how)
-    entropy = distribution.entropy(logits, sampling=sampling)
-    if not options.energy:
-        return log_probs, entropy
-    return log_probs, entropy, distribution.score_energy(logits, tokens, sampling=sampling)
+    return _outputs(logits, scored, options.execution, entropy=True, energy=options.energy)
+
+
+def _outputs(logits, scored, execution: Execution, *, entropy: bool, energy: bool = False):
+    """Of this device's rows of a tile, by its logits of them."""
+    sampling = execution.sampling
+    tokens, supports = _local(scored, execution.placement)
+    how = {"sampling": sampling, "numerics": execution.numerics, "supports": supports}
+    found = (distribution.log_prob(logits, tokens, **how),)
+    if entropy:
+        found += (distribution.entropy(logits, sampling=sampling),)
+    if energy:
+        found += (distribution.score_energy(logits, tokens, sampling=sampling),)
+    return found
 
 
 def _head_backward(head, transposed, carry, rows, *, options: _HeadOptions):
     """One tile's step of the backward: adds to the sums, and returns the hidden states' cotangent.
 
-    The logits are the forward's own. `transposed` is what `_transposed_head` returns.
+    `transposed` is what `_transposed_head` returns.
     """
     (norm, sums), (hidden, scored, cotangents) = carry, rows
     execution = options.gathered
     plain = replace(execution, numerics=native.counterpart(execution.numerics))
     inputs = transformer.head_inputs(head, hidden, execution=execution, shared=True)
     columns = transformer.head_columns(head, inputs, execution=execution)
-    outputs = partial(_plain_outputs, scored, execution=plain, options=options)
+
+    def outputs(columns):  # those that have a gradient, in plain XLA operations
+        logits = transformer.rows_of_columns(columns, execution=plain)
+        return _outputs(logits, scored, plain, entropy=options.entropy_gradient)
+
     local = _local(cotangents, options.placement)
     (dcolumns,) = jax.vjp(outputs, columns)[1](local)
     dcolumns = dcolumns.astype(inputs.dtype)
@@ -369,18 +539,6 @@ def _head_gradient(sums, inputs, dcolumns, *, options: _HeadOptions):
         return jax.lax.dynamic_update_slice_in_dim(sums, after, start, axis)
 
     return jax.lax.fori_loop(0, -(-width // size), part, sums)
-
-
-def _plain_outputs(scored, columns, *, execution: Execution, options: _HeadOptions):
-    """The outputs that have a gradient, of the head's columns, in plain XLA operations."""
-    logits = transformer.rows_of_columns(columns, execution=execution)
-    tokens, supports = _local(scored, options.placement)
-    sampling, numerics = execution.sampling, execution.numerics
-    how = {"sampling": sampling, "numerics": numerics, "supports": supports}
-    log_probs = distribution.log_prob(logits, tokens, **how)
-    if not options.entropy_gradient:
-        return (log_probs,)
-    return log_probs, distribution.entropy(logits, sampling=sampling)
 
 
 def _local(rows: tuple[Any, ...], where: Placement) -> tuple[Any, ...]:

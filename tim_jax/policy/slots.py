@@ -5,15 +5,14 @@ which cannot be seen in a sequence's bits.
 
 With pages, the cache's memory follows the tokens in use, not slots times the longest response. The
 keys and values of a layer lie in a pool of pages of `kv_block` positions, the very blocks that
-attention reads, so pages change no bit. A slot's table names its pages in the order of positions.
-Pages that a prompt fills are shared by its samples; the page that it fills in part is copied for
-each of them; all further pages come from the free ones, shortly before they are needed. Where the
-free pages do not suffice, the slots with the latest sequences of the queue give theirs back and
-their sequences wait again. A sequence that starts anew draws the same tokens, so this costs time
-and changes no bit.
+attention reads. A slot's table names its pages in the order of positions. Pages that a prompt fills
+are shared by its samples; the page that it fills in part is copied for each of them; all further
+pages come from the free ones, shortly before they are needed. Where these do not suffice, the slots
+with the latest sequences of the queue give theirs back and their sequences wait again. A sequence
+that starts anew draws the same tokens, so this costs time and changes no bit.
 
 N: sequences of a rollout, S: slots, R: longest response, P: prompts, Tp: padded prompt length,
-n: pages of the longest sequence, W: pages of a prompt.
+n: pages of the longest sequence.
 """
 
 from collections.abc import Callable
@@ -82,10 +81,9 @@ class Pool:
             x = x.reshape(-1, *x.shape[2:])
             return jnp.pad(x, [(0, self.free + 2), (0, 0), (0, 0), (0, 0)])
 
-        layers = range(prompts.key.shape[1])
         return tuple(
             LayerCache(key=paged(prompts.key[:, i], 3), value=paged(prompts.value[:, i], 2))
-            for i in layers
+            for i in range(prompts.key.shape[1])
         )
 
     def empty(self, slots: int, longest: int) -> Tables:
@@ -95,26 +93,15 @@ class Pool:
         return Tables(pages=pages, held=none, shared=none)
 
 
-def release_pages(tables: Tables, slots: jax.Array, sink: int) -> Tables:
-    """The tables after the slots that are True in bool[S] have given their pages back."""
-    return Tables(
-        pages=jnp.where(slots[:, None], sink, tables.pages),
-        held=jnp.where(slots, 0, tables.held),
-        shared=jnp.where(slots, 0, tables.shared),
-    )
+def _holding(tables: Tables, slots: jax.Array, pages: jax.Array | int, count) -> Tables:
+    """The tables after the slots that are True in bool[S] hold these pages alone.
 
-
-def share_prompt_pages(
-    tables: Tables, slots: jax.Array, prompts: jax.Array, lengths: jax.Array, pool: Pool
-):
-    """The tables after slots have taken sequences of i32[S] prompts: they share the full pages."""
-    index = jnp.arange(tables.pages.shape[1])[None, :]
-    full = lengths // pool.block
-    of_prompt = jnp.where(index < full[:, None], prompts[:, None] * pool.width + index, pool.sink)
+    The first `count` are pages, all of a prompt. With the sink and 0 the slots give theirs back.
+    """
     return Tables(
-        pages=jnp.where(slots[:, None], of_prompt, tables.pages),
-        held=jnp.where(slots, full, tables.held),
-        shared=jnp.where(slots, full, tables.shared),
+        pages=jnp.where(slots[:, None], pages, tables.pages),
+        held=jnp.where(slots, count, tables.held),
+        shared=jnp.where(slots, count, tables.shared),
     )
 
 
@@ -157,12 +144,8 @@ def provide_pages(
         return source.reshape(-1)[at], pages[at]
 
     cache = copy_pages(cache, move, jnp.sum(wanted, dtype=jnp.int32))
-    tables = replace(
-        tables,
-        pages=pages.reshape(tables.pages.shape),
-        held=jnp.maximum(tables.held, needed),
-    )
-    return cache, tables
+    pages = pages.reshape(tables.pages.shape)
+    return cache, replace(tables, pages=pages, held=jnp.maximum(tables.held, needed))
 
 
 def copy_pages(
@@ -251,19 +234,12 @@ def empty(queue: Queue, count: int, *, numerics: Numerics) -> Slots:
 def _rows(prompts: LayerCache, count: int, blocks: int, numerics: Numerics) -> Cache:
     """An empty cache with room for some blocks of positions in every slot."""
     _, layers, _, heads, size, _ = prompts.key.shape
-    width = prompts.value.shape[-1]
+    width, dtypes = prompts.value.shape[-1], (prompts.key.dtype, prompts.value.dtype)
+    lead, span = (count, heads), blocks * numerics.kv_block
     if kernels.in_blocks(numerics):
         lead, span = (count, blocks, heads), numerics.kv_block
-    else:
-        lead, span = (count, heads), blocks * numerics.kv_block
-
-    def layer() -> LayerCache:
-        return LayerCache(
-            key=jnp.zeros((*lead, size, span), prompts.key.dtype),
-            value=jnp.zeros((*lead, span, width), prompts.value.dtype),
-        )
-
-    return tuple(layer() for _ in range(layers))
+    shapes = (*lead, size, span), (*lead, span, width)
+    return tuple(LayerCache(*map(jnp.zeros, shapes, dtypes)) for _ in range(layers))
 
 
 def refill(
@@ -309,14 +285,16 @@ def _with_pages(slots: Slots, waiting, queue: Queue, pool: Pool, idle, takes, st
     assert slots.tables is not None
     prompts = slots.sequences // queue.samples
     starts = queue.prompt_lengths[slots.sequences]
-    tables = release_pages(slots.tables, idle, pool.sink)
-    tables = share_prompt_pages(tables, takes, prompts, starts, pool)
+    tables = _holding(slots.tables, idle, pool.sink, 0)
+    index, full = jnp.arange(tables.pages.shape[1])[None, :], starts // pool.block
+    of_prompt = jnp.where(index < full[:, None], prompts[:, None] * pool.width + index, pool.sink)
+    tables = _holding(tables, takes, of_prompt, full)
     tokens = jnp.minimum(starts + slots.lengths - 1 + steps, starts + queue.longest - 1)
     needed = jnp.where(slots.working, -(-tokens // pool.block), 0)
     fits = slots_that_fit(tables, needed, slots.places, pool)
     stopped = slots.working & ~fits
     waiting = waiting.at[jnp.where(stopped, slots.places, waiting.shape[0])].set(True, mode="drop")
-    tables = release_pages(tables, stopped, pool.sink)
+    tables = _holding(tables, stopped, pool.sink, 0)
     needed = jnp.where(fits, needed, 0)
     cache, tables = provide_pages(slots.cache, tables, needed, prompts, pool)
     return replace(slots, cache=cache, tables=tables, working=slots.working & fits), waiting
@@ -421,8 +399,7 @@ def store(
 def narrow(slots: Slots, count: int) -> Slots:
     """`count` of the slots, among them all that work; no more than that may be working."""
     kept = jnp.argsort(~slots.working, stable=True)[:count]
-    cache = (
-        slots.cache if slots.tables is not None else jax.tree.map(lambda x: x[kept], slots.cache)
-    )
+    if slots.tables is None:
+        return jax.tree.map(lambda x: x[kept], slots)
     rest = jax.tree.map(lambda x: x[kept], replace(slots, cache=()))
-    return replace(rest, cache=cache)
+    return replace(rest, cache=slots.cache)

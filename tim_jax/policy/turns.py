@@ -2,10 +2,8 @@
 
 A single turn is one program (`sampler`). Between two turns an environment on the host has its say,
 so here the same steps are cut into programs, and the cache goes into each and out again (donate
-it). `begin` prefills prompts once each and draws every sequence's first token. `extend` computes
-the keys and values of tokens that were not drawn, a few sequences and a few positions at a time.
-`decode` goes on until turns are over. Which sequence is in which slot, and which pages are whose
-(`Pages`), the host says with each call; it cannot be seen in a sequence's bits.
+it). Which sequence is in which slot, and which pages are whose (`Pages`), the host says with each
+call; it cannot be seen in a sequence's bits.
 
 All keys and values that there are stay, so each position is computed once: that of the newest token
 in the next step or chunk, whichever comes. Sequences have one row of the cache each, or tables of
@@ -18,6 +16,7 @@ pages of the longest sequence.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -86,10 +85,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Turning:
-    """The sampler of episodes: an execution, and how it draws.
+    """The sampler of episodes: an execution, whose longest response is an episode, and a draw.
 
-    The execution's longest response is an episode's: drawn tokens and replies. With a placement of
-    more than one device this runs inside `shard_map`, on this device's rows, slots and pages.
+    With a placement of more than one device this runs inside `shard_map`, on this device's rows,
+    slots and pages.
     """
 
     execution: Execution
@@ -97,19 +96,14 @@ class Turning:
     drawing: Callable[[Names], Draw | None] | None = None
     reports: bool = False  # whether that draw records other log-probs than it draws with
 
-    @property
-    def room(self) -> int:
-        """Positions of a sequence after its prompt. That of the last token drawn is never read."""
-        return self.execution.sampling.max_tokens
-
     def begin(
         self, weights: Weights, prompts: Prompts, names: Names, *, at_a_time: int, pool: Pool | None
     ) -> tuple[Weights, Cache, First]:
-        """The weights as `extend` and `decode` take them, the prompts' cache, and first tokens.
+        """Prefills prompts once each, `at_a_time` sequences together, and draws first tokens.
 
-        Rows are prompts major. Without a `pool` every sequence has a row of the cache, with its
-        prompt in it; else the prompts are in the pool's first pages. `at_a_time`: sequences that
-        are prefilled together.
+        Returns the weights as `extend` and `decode` take them too. Rows are prompts major. Without
+        a `pool` every sequence has a row of the cache, with its prompt in it; else the prompts are
+        in the pool's first pages.
 
         Raises:
           InputError: the pool does not hold one sequence.
@@ -126,7 +120,7 @@ class Turning:
             prompt_lengths=jnp.repeat(prompts.lengths, samples),
             prompts=of_prompts,
             samples=samples,
-            longest=self.room + 1,
+            longest=self.execution.sampling.max_tokens + 1,  # the last token's is never read
             pool=pool,
         )
         cache = slotting.empty(queue, count, numerics=self.execution.numerics).cache
@@ -142,10 +136,9 @@ class Turning:
         execution, _ = sampler.in_loop(self.execution)
 
         def one(number: jax.Array, flat: Cache) -> Cache:
-            tokens, positions, pages = (
-                jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
-                for x in (chunks.tokens, chunks.positions, chunks.pages)
-            )
+            of_chunk = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
+            arrays = chunks.tokens, chunks.positions, chunks.pages
+            tokens, positions, pages = map(of_chunk, arrays)
             paged = tuple(replace(layer, pages=pages) for layer in flat)
             forward: Any = partial(transformer.forward, execution=execution)
             own = sampler.tied(weights, number, execution)
@@ -192,11 +185,6 @@ class Turning:
         return Decoding.of(execution, names.streams, draw=draw)
 
 
-def copy_pages(cache: Cache, sources: jax.Array, targets: jax.Array, count: jax.Array) -> Cache:
-    """The cache after the first `count` i32[] of the pages `sources` went to `targets` i32[K]."""
-    return slotting.copy_pages(cache, lambda number: (sources[number], targets[number]), count)
-
-
 def turn_keys(names: Names, turns: int) -> jax.Array:
     """u32[N, turns, 2], a key for the environment of each turn.
 
@@ -212,18 +200,15 @@ def turn_keys(names: Names, turns: int) -> jax.Array:
 
 
 class Pages:
-    """Which pages of their device the rows have.
-
-    Without a pool, each has those of its row of the cache, always. The host says so, with arrays
-    that it changes as rows go on.
+    """Which pages of their device the rows have. Without a pool, those of a row of the cache.
 
     Args:
       cache: of all devices.
       own: rows of each device.
       longest: positions of a row.
-      cached: i32[N], positions of each row whose keys and values are there; fewer where its pages
-        are taken back.
-      shared: i32[N], of them those that it shares with the other samples of its prompt.
+      cached: i32[N], positions of each row whose keys and values are there; who has them changes
+        it, as this does where pages are taken back.
+      shared: i32[N], of them those that it shares with the other samples of its prompt; likewise.
     """
 
     def __init__(
@@ -249,30 +234,26 @@ class Pages:
         self.nowhere = np.full(-(-longest // pool.block), pool.sink, np.int32)
         self.tables = np.tile(self.nowhere, (count, 1))
         self._held = np.zeros(count, np.int32)  # pages of each row, its prompt's among them
-        self._of_prompt = np.zeros(count, np.int32)  # the latter, which nobody writes to
+        self._of_prompt = np.zeros(count, np.int32)  # those of its prompt, never written to
         self._free = [list(range(pool.prompts, pool.zeros))[::-1] for _ in range(self._shards)]
         self._copies: list[list[tuple[int, int]]] = [[] for _ in range(self._shards)]
 
     def provide(self, ready: np.ndarray, needed: np.ndarray, most: int) -> list[np.ndarray]:
-        """The rows of each device that go on now: of those ready, bool[N], the ones with pages.
+        """The rows of each device that go on now, at most this many: the ready ones, bool[N].
 
-        At most this many of each. They get pages for the positions `needed`, i32[N].
+        They get pages for the positions `needed`, i32[N], the first ones first, if there are any.
         """
         rows = np.flatnonzero(ready)
         of_devices = [rows[rows // self._own == shard] for shard in range(self._shards)]
         if self.pool is None:
             return of_devices
         needed = -(-needed // self.pool.block)
-        return [self._provided(own[:most].tolist(), needed) for own in of_devices]
 
-    def _provided(self, rows: list[int], needed: np.ndarray) -> np.ndarray:
-        """Those of a device's rows that get pages, the first ones."""
-        chosen: list[int] = []
-        for row in rows:
-            if not self._give(row, int(needed[row])):
-                break
-            chosen.append(row)
-        return np.asarray(chosen, np.int32)
+        def gets_pages(row: int) -> bool:
+            return self._give(row, int(needed[row]))
+
+        chosen = [takewhile(gets_pages, own[:most].tolist()) for own in of_devices]
+        return [np.asarray([*rows], np.int32) for rows in chosen]
 
     def _give(self, row: int, needed: int) -> bool:
         """Gives a row pages up to `needed`, those of later rows if it must; False: too few."""
@@ -319,8 +300,8 @@ class Pages:
     def copied(self, cache: Cache, copy: Callable[..., Cache]) -> Cache:
         """The cache with what new pages begin with: the prompt's last page, or zeros.
 
-        `copy` is that of the mesh, see `copy_pages`.
-        A number that is not finite would reach another row through a product with zero.
+        `copy` is that of the mesh. A number that is not finite would reach another row through a
+        product with zero.
         """
         if self.pool is None:
             return cache

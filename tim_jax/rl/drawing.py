@@ -17,19 +17,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tim_jax import placement
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts, Rollout, make_key, more_rows
 from tim_jax.mismatch import dial
 from tim_jax.objectives import advantages
-from tim_jax.placement import processes
 from tim_jax.rl import episodes
 from tim_jax.rl.episodes import Played
 from tim_jax.rl.programs import Programs
 from tim_jax.tasks import base
-from tim_jax.tasks.base import Example, SharedGrader, Task
+from tim_jax.tasks.base import (
+    Answering,
+    Environment,
+    Example,
+    History,
+    SharedGrader,
+    Task,
+)
 from tim_jax.tasks.bridges import Bridge, Bridged
-from tim_jax.tasks.episodes import Answering, Environment, History
 from tim_jax.tasks.text import check_prompts, dated, encode_prompt, uses_template
 
 SAMPLING = "sampling"  # what a wait for it, and memory that runs out in it, are called
@@ -53,21 +59,14 @@ class Text:
 
     def encoded(self, examples: Sequence[Example], ids: Sequence[int]) -> list[list[int]]:
         """The token ids of examples; refuses those longer than `max_prompt_length`."""
-        options = self._options
+        encode, how = partial(encode_prompt, self.tokenizer), self._how
         return [
-            encode_prompt(
-                self.tokenizer,
-                example.prompt,
-                chat_template=self.chat_template,
-                template_options=options,
-                max_length=self.max_prompt_length,
-                where=_named("prompt", number, example),
-            )
+            encode(example.prompt, where=_named("prompt", number, example), **how)
             for number, example in zip(ids, examples, strict=True)
         ]
 
     def prompts(self, examples: Sequence[Example], ids: Sequence[int]) -> Prompts:
-        """Encodes examples, padded to `max_prompt_length`; refuses longer prompts."""
+        """`encoded` examples, padded to `max_prompt_length`."""
         encoded = self.encoded(examples, ids)
         tokens = np.zeros((len(encoded), self.max_prompt_length), np.int32)
         for row, prompt in zip(tokens, encoded, strict=True):
@@ -112,13 +111,16 @@ class Text:
 
     def check(self, name: str, examples: Iterable[tuple[int, Example]]) -> None:
         """Refuses examples, called `name` and their number, one of which `prompts` would refuse."""
-        check_prompts(
-            self.tokenizer,
-            ((_named(name, number, example), example.prompt) for number, example in examples),
-            chat_template=self.chat_template,
-            template_options=self._options,
-            max_length=self.max_prompt_length,
-        )
+        named = ((_named(name, number, example), example.prompt) for number, example in examples)
+        check_prompts(self.tokenizer, named, **self._how)
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {
+            "chat_template": self.chat_template,
+            "template_options": self._options,
+            "max_length": self.max_prompt_length,
+        }
 
     @property
     def _options(self) -> Mapping[str, Any]:
@@ -152,7 +154,7 @@ class Drawn(NamedTuple):
     rewards: np.ndarray  # f32[B], or where the rollout has parts, one for each episode
     greedy_rewards: np.ndarray | None  # f32[prompts], of the greedy responses, if they are drawn
     metrics: dict[str, float]
-    seconds: dict[str, float]  # that sampling and grading took
+    timing: dict[str, float]  # what depends on the clock too, as in `loop.Step`
     turn_rewards: np.ndarray | None = None  # f32[B, R], of an environment, at turns' last tokens
 
 
@@ -166,12 +168,68 @@ class _Sampling(NamedTuple):
     played: Played | None = None  # where an environment has had its say
 
 
+class _Draw(NamedTuple):
+    """Who draws and grades the prompts of a step, and by which key."""
+
+    weights: Any
+    task: Task
+    text: Text
+    programs: Programs
+    environment: Environment | None
+    key: jax.Array
+
+    def sample(self, rows: Sequence[int], names: Sequence[int]) -> _Sampling:
+        """Has the devices begin; with an environment, they are done.
+
+        `rows` are those of the training set, `names` what their random numbers are keyed by.
+        """
+        examples = [self.task.train[row] for row in rows]
+        prompts, programs = self.text.prompts(examples, names), self.programs
+        started, drawn_by = time.perf_counter(), (self.weights, prompts, self.key)
+        with waiting.during(SAMPLING, about=programs.compiling(SAMPLING)):
+            if programs.episodes is not None:
+                asked = {"programs": programs.episodes, "environment": self.environment}
+                played = play(self.weights, self.text, examples, prompts, self.key, **asked)
+                took = time.perf_counter() - started
+                return _Sampling(examples, played.rollout, None, took, played)
+            rollout = programs.sample(*drawn_by)
+            best = None if programs.greedy is None else programs.greedy(*drawn_by)
+        return _Sampling(examples, rollout, best, time.perf_counter() - started)
+
+    def grade(self, sampling: _Sampling) -> Drawn:
+        """Waits for the devices, and grades."""
+        examples, rollout, best, begun, played = sampling
+        if played is not None:
+            samples = of_episodes(examples, played, self.text)
+            timing = _seconds(begun - played.seconds, played.seconds)
+            timing["extended_tokens"] = float(played.extended)
+            faults = {"environment/failures": float(played.failed.sum())}
+            own = samples, played.rewards, None, faults, timing, played.turn_rewards
+            return Drawn(rollout, *own)
+        started = time.perf_counter()
+        with waiting.during(SAMPLING):  # it is compiled by now
+            jax.block_until_ready((rollout, best))
+        sampled = time.perf_counter()
+        training = self.programs.training
+        said = dial.without_replaced_ends(
+            rollout,
+            mismatch=training.sampler.mismatch,
+            stop_tokens=training.execution.sampling.stop_tokens,
+        )
+        samples, faults = graded(self.task, self.text, examples, said, training.learning.samples)
+        greedy = None
+        if best is not None:
+            graded_best, more = graded(self.task, self.text, examples, best, 1)
+            greedy, faults = _rewards(graded_best), _added(faults, more)
+        timing = _seconds(begun + sampled - started, time.perf_counter() - sampled)
+        return Drawn(rollout, samples, _rewards(samples), greedy, faults, timing)
+
+
 class Begun(NamedTuple):
     """A step's draw that has begun."""
 
-    weights: Any
-    key: jax.Array
-    rounds: list[tuple[list[int], list[int]]]  # rows of the training set, and what names them
+    draw: _Draw
+    refills: list[tuple[list[int], list[int]]]  # rows of the training set, and their names
     first: _Sampling
 
 
@@ -180,22 +238,8 @@ def shared(task: Task) -> Task:
     count = jax.process_count()
     if count == 1:
         return task
-    grade = SharedGrader(task.grade, jax.process_index(), count, processes.texts)
+    grade = SharedGrader(task.grade, jax.process_index(), count, placement.texts)
     return replace(task, grade=grade)
-
-
-def draw(
-    weights: Any,
-    task: Task,
-    text: Text,
-    *,
-    programs: Programs,
-    environment: Environment | None = None,
-    **how: Any,
-) -> Drawn:
-    """Draws and grades the groups of a step's prompts: `finish` of `begin`, with its arguments."""
-    begun = begin(weights, task, text, programs=programs, environment=environment, **how)
-    return finish(begun, task, text, programs=programs, environment=environment)
 
 
 def begin(
@@ -211,34 +255,25 @@ def begin(
     """Has the sampler's devices draw for the groups of a step's prompts; steps count from 1.
 
     It waits for nothing but a first compilation; with an `environment` (where `programs` have
-    episodes) for the whole draw. The arguments are those of the whole draw, see
-    `finish`; `weights` are the sampler's.
+    episodes) for all of the step's first episodes. `weights` are the sampler's.
 
     Raises:
       InputError: a prompt that is too long.
     """
     prompts, refills = programs.training.prompts_per_step, programs.training.refills
-    size, key = len(task.train), step_key(seed, step)
+    size = len(task.train)
     indices = base.order(seed, step - 1, prompts, size)
     if refills:
         more = base.order(seed + _REFILL, step - 1, prompts * refills, size)
         indices = np.concatenate([indices, more])
     names = prompt_ids(indices, size)
     parts = [slice(start, start + prompts) for start in range(0, len(names), prompts)]
-    rounds = [(indices[rows].tolist(), names[rows]) for rows in parts]
-    how = {"programs": programs, "environment": environment}
-    first = _sampled(weights, task, text, *rounds[0], key, **how)
-    return Begun(weights, key, rounds, first)
+    first, *others = [(indices[rows].tolist(), names[rows]) for rows in parts]
+    draw = _Draw(weights, task, text, programs, environment, step_key(seed, step))
+    return Begun(draw, others, draw.sample(*first))
 
 
-def finish(
-    begun: Begun,
-    task: Task,
-    text: Text,
-    *,
-    programs: Programs,
-    environment: Environment | None = None,
-) -> Drawn:
+def finish(begun: Begun) -> Drawn:
     """Waits for a step's rollouts and grades them.
 
     While a group's rewards are all equal, and at most `refills` times, as many prompts again are
@@ -250,21 +285,19 @@ def finish(
     Raises:
       InputError: a prompt that is too long, a reward function that raises or returns nonsense.
     """
-    group, refills = programs.training.learning.samples, len(begun.rounds) - 1
-    drawn = _drawn(begun.first, task, text, programs=programs)
-    metrics, silent = drawn_metrics(drawn, programs), _silent(drawn.rewards, group)
+    draw, programs = begun.draw, begun.draw.programs
+    drawn, group = draw.grade(begun.first), programs.training.learning.samples
+    metrics = drawn_metrics(drawn, programs)
     if begun.first.played is not None:
         metrics |= begun.first.played.metrics
-    if not refills:
+    if not begun.refills:
         return drawn._replace(metrics=metrics | drawn.metrics)
-    rounds = 0
-    while silent.any() and rounds < refills:
-        rounds += 1
-        rows, names = begun.rounds[rounds]
-        how = {"programs": programs, "environment": environment}
-        more = _sampled(begun.weights, task, text, rows, names, begun.key, **how)
-        drawn = _refilled(drawn, _drawn(more, task, text, programs=programs), programs=programs)
-        silent = _silent(drawn.rewards, group)
+    rounds, silent = 0, _silent(drawn.rewards, group)
+    for refill in begun.refills:
+        if not silent.any():
+            break
+        drawn = _refilled(drawn, draw.grade(draw.sample(*refill)), programs=programs)
+        rounds, silent = rounds + 1, _silent(drawn.rewards, group)
     metrics |= {
         "refill/rounds": float(rounds),
         "refill/groups_without_signal": float(np.mean(silent)),
@@ -275,37 +308,24 @@ def finish(
 
 
 def drawn_metrics(drawn: Drawn, programs: Programs) -> dict[str, float]:
-    """Metrics of a step's rollouts and rewards, and of how much these say."""
-    metrics = rollout_metrics(drawn.rollout, drawn.rewards)
-    group = programs.training.learning.samples
+    """Metrics of a step's rollouts and rewards, and of how much these say.
+
+    Lengths are of drawn tokens: in an episode, of all its turns.
+    """
+    rollout, group = drawn.rollout, programs.training.learning.samples
+    lengths, finished = jax.device_get((rollout.drawn_lengths, rollout.finished_episodes))
+    metrics = {
+        "reward": float(np.mean(drawn.rewards)),
+        "reward_std": float(np.std(drawn.rewards)),
+        "response_length": float(np.mean(lengths)),
+        "response_length_max": float(np.max(lengths)),
+        "response_tokens": float(np.sum(lengths)),
+        "cut_share": float(1.0 - np.mean(finished)),
+    }
     if group > 1:  # a single sample always equals itself
         silent = _silent(drawn.rewards, group)
         metrics["groups_without_signal"] = float(np.mean(silent))
     return metrics | {"without_signal": _without_signal(drawn, programs)}
-
-
-def _sampled(
-    weights: Any,
-    task: Task,
-    text: Text,
-    rows: Sequence[int],
-    names: Sequence[int],
-    key: jax.Array,
-    *,
-    programs: Programs,
-    environment: Environment | None,
-) -> _Sampling:
-    examples = [task.train[row] for row in rows]
-    prompts, started = text.prompts(examples, names), time.perf_counter()
-    with waiting.during(SAMPLING, about=programs.compiling(SAMPLING)):
-        if programs.episodes is not None:
-            asked = {"programs": programs.episodes, "environment": environment}
-            played = play(weights, text, examples, prompts, key, **asked)
-            took = time.perf_counter() - started
-            return _Sampling(examples, played.rollout, None, took, played)
-        rollout = programs.sample(weights, prompts, key)
-        best = None if programs.greedy is None else programs.greedy(weights, prompts, key)
-    return _Sampling(examples, rollout, best, time.perf_counter() - started)
 
 
 def play(
@@ -331,29 +351,6 @@ def play(
         asked=[example.prompt for example in examples],
         text=partial(text.tokenizer.decode, skip_special_tokens=True),
     )
-
-
-def _drawn(sampling: _Sampling, task: Task, text: Text, *, programs: Programs) -> Drawn:
-    if sampling.played is not None:
-        return _of_episodes(sampling, sampling.played, text)
-    examples, rollout, best, begun, _ = sampling
-    started = time.perf_counter()
-    with waiting.during(SAMPLING):  # it is compiled by now
-        jax.block_until_ready((rollout, best))
-    sampled = time.perf_counter()
-    training = programs.training
-    said = dial.without_replaced_ends(
-        rollout,
-        mismatch=training.sampler.mismatch,
-        stop_tokens=training.execution.sampling.stop_tokens,
-    )
-    samples, faults = graded(task, text, examples, said, training.learning.samples)
-    rewards, greedy = _rewards(samples), None
-    if best is not None:
-        graded_best, more = graded(task, text, examples, best, 1)
-        greedy, faults = _rewards(graded_best), _added(faults, more)
-    seconds = {"sampling": begun + sampled - started, "grading": time.perf_counter() - sampled}
-    return Drawn(rollout, samples, rewards, greedy, faults, seconds)
 
 
 def of_episodes(examples: Sequence[Example], played: Played, text: Text) -> list[Sample]:
@@ -385,22 +382,14 @@ def _said(rollout: Rollout, text: Text) -> list[str]:
     return said
 
 
-def environment_faults(failed: np.ndarray) -> dict[str, float]:
-    """How often the environment failed, as a metric."""
-    return {"environment/failures": float(failed.sum())}
-
-
 def all_failed(metrics: Mapping[str, float], episodes: int) -> bool:
     """Whether the environment failed in all `episodes` of a step, and in all those of refills."""
     drawn = episodes * (1.0 + metrics.get("refill/rounds", 0.0))
     return metrics.get("environment/failures") == drawn
 
 
-def _of_episodes(sampling: _Sampling, played: Played, text: Text) -> Drawn:
-    samples = of_episodes(sampling.examples, played, text)
-    seconds = {"sampling": sampling.seconds - played.seconds, "grading": played.seconds}
-    faults, turn_rewards = environment_faults(played.failed), played.turn_rewards
-    return Drawn(played.rollout, samples, played.rewards, None, faults, seconds, turn_rewards)
+def _seconds(sampling: float, grading: float) -> dict[str, float]:
+    return {"seconds_sampling": sampling, "seconds_grading": grading}
 
 
 def _rewards(samples: Sequence[Sample]) -> np.ndarray:
@@ -459,7 +448,7 @@ def _refilled(drawn: Drawn, more: Drawn, *, programs: Programs) -> Drawn:
         rewards=np.concatenate([drawn.rewards, more.rewards])[rows],
         greedy_rewards=greedy,
         metrics=_added(drawn.metrics, more.metrics),
-        seconds=_added(drawn.seconds, more.seconds),
+        timing=_added(drawn.timing, more.timing),
         turn_rewards=turned,
     )
 
@@ -509,19 +498,3 @@ def prompt_text(example: Example) -> str:
     if isinstance(example.prompt, str):
         return example.prompt
     return "\n".join(f"{message.role}: {message.content}" for message in example.prompt)
-
-
-def rollout_metrics(rollout: Rollout, rewards: np.ndarray) -> dict[str, float]:
-    """Returns the metrics of what was drawn: rewards, response lengths, share cut off.
-
-    Lengths are of drawn tokens: in an episode, of all its turns.
-    """
-    lengths, finished = jax.device_get((rollout.drawn_lengths, rollout.finished_episodes))
-    return {
-        "reward": float(np.mean(rewards)),
-        "reward_std": float(np.std(rewards)),
-        "response_length": float(np.mean(lengths)),
-        "response_length_max": float(np.max(lengths)),
-        "response_tokens": float(np.sum(lengths)),
-        "cut_share": float(1.0 - np.mean(finished)),
-    }

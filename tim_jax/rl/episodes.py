@@ -29,13 +29,14 @@ from tim_jax.common.types import Names, Prompts, Rollout
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.attention import Cache
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit
-from tim_jax.placement import Devices, processes
+from tim_jax.placement import Devices
 from tim_jax.policy.sampler import STEPS, widths
 from tim_jax.policy.slots import Pool
 from tim_jax.policy.turns import Chunks, First, Found, Pages, Turning, Work
 from tim_jax.rl import sharded
 from tim_jax.rl.rules import Turns
-from tim_jax.tasks.episodes import Asker, Completion, Environment, Outcome, SharedAsker, Turn
+from tim_jax.tasks.base import Completion, Environment, Outcome, Turn
+from tim_jax.tasks.environments import Asker, SharedAsker
 
 _POSITIONS, _TOGETHER, _CHUNKS = 32, 4, 8  # of a chunk, sequences of one, chunks of a call
 # Of `_Books`, what a row of a rollout is made of.
@@ -43,10 +44,7 @@ _OF_ROWS = "starts", "sequences", "lengths", "log_probs", "drawn_with", "drawn",
 
 
 class Programs(NamedTuple):
-    """The compiled programs of episodes, and what they were compiled for.
-
-    Shapes depend on the batch alone: neither turns nor lengths compile anything.
-    """
+    """The compiled programs of episodes. Neither turns nor lengths compile anything."""
 
     # See `sharded.TurningOnMesh`.
     begin: Callable[..., Any]
@@ -98,12 +96,9 @@ def build(
     devices: Devices | None = None,
     mismatch: Mismatch = dial.EXACT,
 ) -> Programs:
-    """Programs for episodes with `samples` of each prompt.
+    """Programs for episodes with `samples` of each prompt, on a mesh of `devices`, all if None.
 
-    Args:
-      execution: the learner's, with the sampler's placement.
-      batching: of all devices together.
-      devices: what the mesh is made of, `jax.devices()` if None.
+    `execution` is the learner's, with the sampler's placement; `batching` of all devices together.
 
     Raises:
       InputError: an entry that this sampler cannot have, or two that contradict each other; devices
@@ -148,6 +143,7 @@ class Played(NamedTuple):
     failed: np.ndarray  # bool[N], the environment failed
     metrics: dict[str, float]
     seconds: float  # that devices stood still for the environment
+    extended: int  # tokens computed in chunks: more if pages run out, which replies' times decide
 
 
 def play(
@@ -200,15 +196,15 @@ def play(
             cache, found = programs.decode(weights, cache, books.named(names), work, until)
             books.take(asker.replies(waited_for=False))  # devices decode meanwhile
             books.record(work, jax.device_get(found))
-    rollout = programs.report(books.rollout(prompts), prompts, key)
-    return Played(rollout, *books.results(), asker.seconds)
+    played = books.played(prompts, asker.seconds)
+    return played._replace(rollout=programs.report(played.rollout, prompts, key))
 
 
 def _asker(environment: Environment) -> Asker:
     """What asks the environment: of several processes the first does, and tells the others."""
     if jax.process_count() == 1:
         return Asker(environment)
-    return SharedAsker(environment, processes.leads(), processes.led)
+    return SharedAsker(environment, placement.leads(), placement.led)
 
 
 def _dealt(
@@ -254,21 +250,19 @@ def _extended(cache, weights, rows, books: "_Books", held: Pages, programs: Prog
 class _Books:
     """What is known of every episode. N rows, R tokens at most after the prompt, T turns.
 
-    Rows are device by device, as many of each.
+    Rows are device by device, as many of each. It begins after the first token of each.
+
+    Args:
+      order: i64[shards, N / shards], rows of the step.
+      prompts: those of each device.
+      states: the environment's, one for each prompt of the step.
+      asked: each prompt of the step as text or messages, or None.
+      keys: u32[N, T, 2], of turns.
     """
 
     def __init__(
         self, programs: Programs, order, prompts: Prompts, states, asked, *, first: First, keys
     ) -> None:
-        """After the first token of each row.
-
-        Args:
-          order: i64[shards, N / shards], rows of the step.
-          prompts: those of each device.
-          states: the environment's, one for each prompt of the step.
-          asked: each prompt of the step as text or messages, or None.
-          keys: u32[N, T, 2], of turns.
-        """
         tokens, lengths = (np.asarray(x) for x in (prompts.tokens, prompts.lengths))
         self.samples, self.order, self.keys = programs.samples, order, keys
         self.most, self.vocabulary = programs.turns, programs.execution.config.vocab_size
@@ -308,8 +302,7 @@ class _Books:
         first = jax.device_get(first)
         drawn_with = first.log_probs if first.drawn is None else first.drawn
         for row in range(count):
-            one = slice(row, row + 1)
-            drew = first.tokens[one], first.log_probs[one], drawn_with[one]
+            drew = (x[row : row + 1] for x in (first.tokens, first.log_probs, drawn_with))
             self._append(row, *drew, ended=bool(first.ended[row]))
 
     @property
@@ -342,9 +335,8 @@ class _Books:
         """Chunks of (row, positions) that are to be computed before these rows can decode."""
         levels: list[list[tuple[int, np.ndarray]]] = []
         for row in rows.tolist():
-            missing = np.arange(
-                int(self.cached[row]), int(self.starts[row] + self.lengths[row]) - 1
-            )
+            end = int(self.starts[row] + self.lengths[row]) - 1
+            missing = np.arange(int(self.cached[row]), end)
             for level, start in enumerate(range(0, len(missing), _POSITIONS)):
                 levels += [[]] if level == len(levels) else []
                 levels[level].append((row, missing[start : start + _POSITIONS]))
@@ -474,35 +466,46 @@ class _Books:
         self.limits[row] = min(length + self.most.max_tokens, self.room)
         self.ready[row] = True
 
-    def rollout(self, prompts: Prompts) -> Rollout:
+    def played(self, prompts: Prompts, seconds: float) -> Played:
         """All episodes, as the learner takes them; `prompts` are the step's."""
-        rows, parts = self._all_rows(), self._parts
+        rows, cuts = self._all_rows(), sum(map(len, self.before))
+        tokens, rewards = rows["lengths"].sum(), rows["rewards"]
+        metrics = {
+            "turns": float(self.turn.mean()),
+            "episode_length": float(tokens / self.count),
+            "reply_tokens": float(tokens - rows["drawn"].sum()),
+            "cuts": float(cuts),
+            "rows": 1.0 + cuts / self.count,
+        }
+        of_episodes = rewards.reshape(self.count, -1).sum(axis=1, dtype=np.float32)
+        failed = self._in_order(self.failed)
+        own = of_episodes, rewards, failed, metrics, seconds, self.extended
+        return Played(self._rollout(prompts, rows), *own)
+
+    def _rollout(self, prompts: Prompts, rows: dict[str, np.ndarray]) -> Rollout:
         starts, sequences, lengths = (rows[name] for name in ("starts", "sequences", "lengths"))
-        at = starts[:, None] + np.arange(self.room)[None, :]
-        inside = np.arange(self.room)[None, :] < lengths[:, None]
-        responses = np.where(inside, np.take_along_axis(sequences, at, axis=1), 0)
-        asked = jnp.repeat(prompts.tokens, self.samples * parts, axis=0)
-        if parts > 1:
+        column = np.arange(self.room)[None, :]
+        responses = np.take_along_axis(sequences, starts[:, None] + column, axis=1)
+        asked = np.repeat(np.asarray(prompts.tokens), self.samples * self._parts, axis=0)
+        if self._parts > 1:
             own = np.arange(asked.shape[1])[None, :] < starts[:, None]
-            asked = jnp.asarray(np.where(own, sequences[:, : asked.shape[1]], 0))
-        drawn_with = rows.get("drawn_with")
-        return Rollout(
-            prompts=asked,
-            prompt_lengths=jnp.asarray(starts),
-            responses=jnp.asarray(responses),
-            lengths=jnp.asarray(lengths),
-            log_probs=jnp.asarray(rows["log_probs"]),
-            finished=jnp.asarray(rows["ended"]),
-            drawn_log_probs=None if drawn_with is None else jnp.asarray(drawn_with),
-            drawn=jnp.asarray(rows["drawn"]),
-            parts=parts,
-        )
+            asked = np.where(own, sequences[:, : asked.shape[1]], 0)
+        arrays: dict[str, Any] = {
+            "prompts": asked,
+            "prompt_lengths": starts,
+            "responses": np.where(column < lengths[:, None], responses, 0),
+            "lengths": lengths,
+            "log_probs": rows["log_probs"],
+            "finished": rows["ended"],
+            "drawn_log_probs": rows.get("drawn_with"),
+            "drawn": rows["drawn"],
+        }
+        return Rollout(**jax.tree.map(jnp.asarray, arrays), parts=self._parts)
 
     @property
     def _parts(self) -> int:
         """Rows of an episode in the rollout: a power of two, so that few shapes are compiled."""
-        most = 1 + max(len(rows) for rows in self.before)
-        return 1 << (most - 1).bit_length()
+        return 1 << max(map(len, self.before)).bit_length()
 
     def _all_rows(self) -> dict[str, np.ndarray]:
         """`_OF_ROWS` of all rows of the step, those of an episode together and then empty ones."""
@@ -520,22 +523,6 @@ class _Books:
     def _in_order(self, x: np.ndarray) -> np.ndarray:
         """Rows of the step, of those device by device."""
         return x[np.argsort(self.order, axis=None)]
-
-    def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, float]]:
-        """Rewards of episodes and of their turns, which episodes failed, and metrics."""
-        rows = self._all_rows()
-        tokens, cuts = rows["lengths"].sum(), sum(map(len, self.before))
-        metrics = {
-            "turns": float(self.turn.mean()),
-            "episode_length": float(tokens / self.count),
-            "reply_tokens": float(tokens - rows["drawn"].sum()),
-            "extended_tokens": float(self.extended),
-            "cuts": float(cuts),
-            "rows": 1.0 + cuts / self.count,
-        }
-        rewards, failed = rows["rewards"], self._in_order(self.failed)
-        of_episodes = rewards.reshape(self.count, -1).sum(axis=1, dtype=np.float32)
-        return of_episodes, rewards, failed, metrics
 
 
 def _checked(tokens: Any, vocabulary: int) -> np.ndarray:

@@ -1,8 +1,10 @@
-"""An update: from experience to the next state, by the gradient of the forward.
+"""From rollouts to the next state: a step's experience, and updates by the forward's gradient.
 
-A step's experience (`experience`) serves one or more updates, each of a mini-batch of its rows.
-Micro-batches only bound memory: their gradients are summed in float32 under the normaliser of their
-mini-batch. Corrections that read the policy of each update are evaluated here.
+`experience` prepares all rows of a step at once, because the statistics are of the whole batch:
+advantages, old log-probs, and each token's correction. It serves one or more updates, each of a
+mini-batch of its rows. Micro-batches only bound memory: their gradients are summed in float32 under
+the normaliser of their mini-batch. Corrections that read the policy of each update are evaluated
+there.
 """
 
 from collections.abc import Callable
@@ -22,19 +24,187 @@ from tim_jax.model import adapters as low_rank
 from tim_jax.model.adapters import Adapters
 from tim_jax.model.parameters import with_buffers
 from tim_jax.model.weights import Params, Weights
-from tim_jax.numerics import masked
-from tim_jax.numerics.sums import compensated_sum, count, tree_sum
+from tim_jax.numerics import strict
+from tim_jax.numerics.strict import compensated_sum, count, tree_sum
+from tim_jax.objectives import Objective, advantages
 from tim_jax.policy.scoring import Scores
-from tim_jax.rl import micro_batches
 from tim_jax.rl.types import (
+    Carried,
     Experience,
     Learning,
     Policy,
+    Prepared,
     TrainState,
     Update,
     exactness,
+    experience_without,
+    rollout_without,
+    scan,
     split_rows,
 )
+
+
+def score_rows(
+    score: Callable[..., Scores],
+    weights: Any,
+    rollout: Rollout,
+    *,
+    micro_batch: int | None,
+    micro_batch_tokens: int | None = None,
+    energy: bool = False,
+    agree: Callable[[jax.Array], jax.Array] = lambda parts: parts,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Log-probs float32 [B, R] by a forward without gradient, a micro-batch at a time.
+
+    `score` is `scoring.score` of an execution; with micro-batches of tokens, in such a buffer.
+    With `energy` also the score's energies, see `distribution.score_energy`; else None. `agree` as
+    in `types.scan`.
+    """
+
+    def one(_, part: Rollout):
+        scores = score(weights, part, energy=energy)
+        return (), (scores.log_probs, scores.energy)
+
+    return scan(
+        one,
+        (),
+        rollout,
+        rollout,
+        size=micro_batch,
+        tokens=micro_batch_tokens,
+        without=rollout_without,
+        agree=agree,
+    )[1]
+
+
+def experience(
+    weights: Weights,
+    reference: Weights | None,
+    carried: Carried,
+    rollout: Rollout,
+    rewards: jax.Array,
+    greedy_rewards: jax.Array | None = None,
+    turn_rewards: jax.Array | None = None,
+    *,
+    score: Callable[..., tuple[jax.Array, jax.Array | None]],
+    learning: Learning,
+) -> Prepared:
+    """Prepares a step's rollouts, with every statistic taken over the whole batch.
+
+    In recompute mode a forward of the learner gives pi_old, the trainer's log-probs at the weights
+    that sampled; corrections that read the mismatch see log pi_old - log pi_rollout.
+
+    Args:
+      rewards: f32[B], or one for each episode that has several rows, B / parts.
+      greedy_rewards: f32[B / group size], of each prompt's greedy response, for ReMax.
+      turn_rewards: f32[B, R], of which `rewards` are the sums, if each turn is given those from it
+        on.
+      score: the forward, that of a `Policy`.
+    """
+    objective = learning.objective
+    if objective.has_reference and reference is None:
+        raise InputError("the objective has a KL to a reference policy, but reference is None")
+    counted = _counted(rollout, rewards, learning)
+    finished = rollout.by_row(rollout.finished_episodes)
+    mask = counted & finished[:, None] if objective.drop_cut else counted
+    trainer, energies, checked = None, None, None
+    if learning.needs_forward:
+        trainer, energies = score(weights, rollout, energy=objective.needs_energy)
+        checked = exactness(trainer, rollout)
+    old = trainer if learning.mode == "recompute" else rollout.log_probs
+    old = cast(jax.Array, old)
+    of_reference = None if reference is None else score(reference, rollout)[0]
+    at_end = rewards if turn_rewards is None else jnp.zeros_like(rewards)
+    rewards, of_tokens, reward_kl, report = _shaped(
+        at_end, rollout, old, of_reference, carried.reward_kl, objective
+    )
+    of_step, of_update = corrections.split_state(
+        learning.correction, learning.mode, carried.correction
+    )
+    if objective.reject_before_advantages:
+        counted = _kept(counted, old, rollout, learning, of_step)
+    log_ratio = None if trainer is None else trainer - rollout.log_probs
+    arrays = {"mask": counted, "token_rewards": of_tokens, "energies": energies}
+    arrays |= {"turn_rewards": turn_rewards, "log_ratio": log_ratio}
+    estimated = objective.advantages(
+        rewards,
+        samples=learning.samples,
+        greedy_rewards=greedy_rewards,
+        **jax.tree.map(rollout.by_episode, arrays),
+    )
+    estimated = rollout.by_row(estimated)
+    applied = corrections.apply(
+        learning.stages.step,
+        mask.astype(jnp.float32),
+        of_step,
+        log_ratio=old - rollout.log_probs,
+        mask=mask,
+        log_probs=old,
+        advantages=estimated,
+    )
+    report |= corrections.normaliser_metrics(applied)
+    ready = Experience(
+        rollout=rollout,
+        advantages=estimated,
+        mask=mask,
+        old_log_probs=old,
+        coefficients=applied.coefficients,
+        kept=applied.kept,
+        reference_log_probs=of_reference,
+    )
+    joined = corrections.join_state(learning.correction, learning.mode, applied.state, of_update)
+    return Prepared(ready, Carried(joined, reward_kl), checked, trainer, report)
+
+
+def _counted(rollout: Rollout, rewards: jax.Array, learning: Learning) -> jax.Array:
+    """bool[B, R], the response tokens of groups that are not left out.
+
+    Responses that were cut off are among them, even if they are not learnt from: their reward is
+    valid in their group's baseline.
+    """
+    if not learning.objective.drop_uninformative:
+        return rollout.mask
+    informative = advantages.informative_groups(rewards, learning.samples)
+    return rollout.mask & rollout.by_row(informative)[:, None]
+
+
+def _kept(counted, old, rollout: Rollout, learning: Learning, state: tuple) -> jax.Array:
+    """bool[B, R], the tokens of `counted` that the rejections of the step leave."""
+    step = learning.stages.step
+    pairs = zip(step.blocks, state, strict=True)
+    applied = corrections.apply(
+        corrections.rejections(step),
+        counted.astype(jnp.float32),
+        tuple(part for block, part in pairs if block.effect == "reject"),
+        log_ratio=old - rollout.log_probs,
+        mask=counted,
+        log_probs=old,
+    )
+    return applied.kept
+
+
+def _shaped(rewards, rollout: Rollout, old, reference, coefficient, objective: Objective):
+    """Rewards f32[B / parts] less penalties of length; f32[B, R] of tokens, or None; the KL's next
+    coefficient; metrics."""
+    of_tokens, report = None, {}
+    if objective.overlong_cache is not None:
+        penalty = advantages.overlong_penalty(
+            rollout.drawn_lengths,
+            longest=cast(int, objective.max_length),
+            cache=objective.overlong_cache,
+        )
+        rewards = rewards + penalty
+        report["overlong_penalty"] = tree_sum(penalty) / penalty.shape[0]
+    if objective.reward_kl_coefficient > 0.0:
+        used = objective.reward_kl_coefficient if coefficient is None else coefficient
+        penalty = partial(advantages.kl_penalty, old, reference, rollout.mask)
+        of_tokens = -penalty(coefficient=used)
+        sequences = rewards.shape[0]
+        mean = tree_sum(tree_sum(penalty(coefficient=1.0))) / sequences
+        report |= {"reward_kl": mean, "reward_kl_coefficient": jnp.asarray(used, jnp.float32)}
+        if objective.controller is not None:
+            coefficient = objective.controller.update(jnp.asarray(used), mean, sequences=sequences)
+    return rewards, of_tokens, coefficient, report
 
 
 def update(
@@ -48,7 +218,7 @@ def update(
     optimizer: optax.GradientTransformationExtraArgs,
     base: Params | None = None,
 ) -> tuple[TrainState, Weights, Update]:
-    """One optimiser step on the rows of `batch`.
+    """One optimiser step on the rows of `batch`, a mini-batch of experience.
 
     If the loss, the gradient's norm or the effective sample size is not finite, parameters and
     optimizer stay as they are, and `skipped` of state and metrics counts it. With an optimizer that
@@ -58,9 +228,7 @@ def update(
 
     Args:
       state: its `params` are the masters of `weights`, or the adapters of them.
-      weights: `policy.prepare` of the parameters; handed on, so that the cast happens once per
-        update.
-      batch: a mini-batch of experience.
+      weights: `policy.prepare` of the parameters; handed on, so that it happens once per update.
       response_length: f32[], mean response length of the step, for length-triggered decay.
       base: the parameters that are not trained, if `state.params` are adapters.
     """
@@ -71,14 +239,8 @@ def update(
         batch = replace(batch, loads=_loads(batch, policy.experts))
     parts = batch.rollout.parts
     token_weights = learning.objective.token_weights(batch.mask, batch.kept, parts=parts)
-    gradient, tokens, noise = _gradient(
-        policy,
-        weights,
-        batch,
-        token_weights,
-        learning=learning,
-        params=low_rank.whole(state.params, base),
-    )
+    params = low_rank.whole(state.params, base)
+    gradient, tokens, noise = _gradient(policy, weights, batch, token_weights, learning, params)
     gradient = policy.to_masters(gradient, state.params)
     size, share = policy.norm(gradient), _effective_sample_size(tokens["log_prob"], batch)
     report = {
@@ -132,10 +294,9 @@ def _skipped(state: TrainState, finite: jax.Array, overflow: jax.Array | None = 
 def _current(
     state: TrainState, weights, batch: Experience, policy: Policy, learning: Learning
 ) -> tuple[Experience, Any, dict[str, jax.Array]]:
-    """The batch with the parts that depend on all its rows' log-probs at these weights.
+    """The batch with what depends on all its rows' log-probs; without a forward if nothing does.
 
-    Also returns the corrections' new state, and metrics. Unchanged, without a forward, if no part
-    does.
+    Also returns the corrections' new state, and metrics.
     """
     if not learning.needs_whole_update:
         return batch, state.correction, {}
@@ -176,7 +337,7 @@ def _effective_sample_size(log_probs: jax.Array, batch: Experience) -> jax.Array
 
 
 def _gradient(
-    policy: Policy, weights, batch: Experience, token_weights, *, learning: Learning, params
+    policy: Policy, weights, batch: Experience, token_weights, learning: Learning, params
 ) -> tuple[Any, dict[str, jax.Array], Callable[[jax.Array], dict[str, jax.Array]]]:
     """The gradient, its tokens, and a function that makes metrics of the noise from its norm."""
     differentiate = policy.gradient
@@ -229,15 +390,13 @@ def gradient_rows(
     Args:
       score: `scoring.score` of an execution; with micro-batches of tokens, in such a buffer.
       token_weights: f32[B, R], each token's weight in the loss, the normaliser included.
-      sums: zeros that `score` adds the gradients of embedding and head to, see
-        `scoring.gradient_sums`; None: their gradients are made and added as all others are.
-      adapters: that `weights` were merged of: the gradient is with respect to these alone, and no
-        sum of a matrix's gradients exists.
-      agree: on the number of micro-batches, with other devices; see `micro_batches.scan`.
+      sums: see `scoring.gradient_sums`: they stand in the gradient for embedding and head. None:
+        the gradients of these are made and added as all others are.
+      adapters: that `weights` were merged of: the gradient is with respect to these alone.
+      agree: as in `types.scan`.
 
     Returns:
-      The gradient, and values of every token by name, each [B, R]. With `sums` these stand in it
-      for embedding and head.
+      The gradient, and values of every token by name, each [B, R].
     """
     trained, put = _trained(weights, sums, adapters)
 
@@ -256,16 +415,15 @@ def gradient_rows(
         return (total, sums), tokens
 
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
-    everything = batch, token_weights
-    (total, sums), tokens = micro_batches.scan(
+    (total, sums), tokens = scan(
         add,
         (zeros, sums),
-        everything,
+        (batch, token_weights),
         batch.rollout,
         size=learning.micro_batch,
         tokens=learning.micro_batch_tokens,
         without=lambda part, there: (
-            micro_batches.experience_without(part[0], there),
+            experience_without(part[0], there),
             jnp.where(there[:, None], part[1], 0.0),
         ),
         agree=agree,
@@ -361,7 +519,10 @@ def _token_metrics(tokens, batch: Experience, learning: Learning) -> dict[str, j
 
 
 def _expert_loads(rollout: Rollout, mask: jax.Array, experts: int) -> jax.Array:
-    """i32[L, E], of the positions that predict the tokens of the mask, by the sampler's choices."""
+    """i32[L, E], of the positions that predict the tokens of the mask.
+
+    By the sampler's choices, so that they are known before the gradient of any micro-batch.
+    """
     routes = cast(jax.Array, rollout.routes)
     at = jnp.arange(routes.shape[1])[None, :] - (rollout.prompt_lengths - 1)[:, None]
     inside = jnp.take_along_axis(mask, jnp.clip(at, 0, mask.shape[1] - 1), axis=1)
@@ -370,20 +531,14 @@ def _expert_loads(rollout: Rollout, mask: jax.Array, experts: int) -> jax.Array:
 
 
 def _loads(batch: Experience, experts: int) -> jax.Array:
-    """f32[B, L, E], of all these rows: the shares of the tokens that go through each expert.
-
-    By the sampler's choices, so that they are known before the gradient of any micro-batch.
-    """
+    """f32[B, L, E], of all these rows: the shares of the tokens that go through each expert."""
     loads = _expert_loads(batch.rollout, batch.mask, experts)
     shares = loads.astype(jnp.float32) / count(batch.mask)
     return jnp.broadcast_to(shares, (batch.mask.shape[0], *shares.shape))
 
 
 def _routing_metrics(tokens, batch: Experience, experts: int) -> dict[str, jax.Array]:
-    """`routing/*` of all response tokens, if the sampler's experts are recorded.
-
-    The load-balancing loss is that of the tokens that are learnt from.
-    """
+    """`routing/*` of response tokens, if experts are recorded; the balance of those learnt from."""
     rollout = batch.rollout
     if rollout.routes is None:
         return {}
@@ -391,5 +546,5 @@ def _routing_metrics(tokens, batch: Experience, experts: int) -> dict[str, jax.A
     figures = tokens["agreement"], tokens["router_entropy"]
     found = metrics.routing_metrics(*figures, rollout.mask, loads)
     if "balance" in tokens:
-        found["balance"] = masked.mean(tokens["balance"], batch.mask)
+        found["balance"] = strict.mean(tokens["balance"], batch.mask)
     return {f"routing/{name}": value for name, value in found.items()}

@@ -1,8 +1,11 @@
-"""The training loop, a generator of steps. Callers do the logging and write the files."""
+"""The loops, generators of steps: RL, and the warm start before it; and held-out evaluation.
+
+Callers do the logging and write the files.
+"""
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,22 +13,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from tim_jax import optimizers, placement, schedules
 from tim_jax.common import waiting
-from tim_jax.common.errors import MismatchError, NonFiniteError
+from tim_jax.common.errors import InputError, MismatchError, NonFiniteError
 from tim_jax.common.types import Rollout
 from tim_jax.model import adapters
-from tim_jax.rl import drawing, micro_batches, rules
-from tim_jax.rl.drawing import Sample, Text
-from tim_jax.rl.micro_batches import cut_rollout
+from tim_jax.model.execution import Execution, jit
+from tim_jax.model.parameters import with_buffers
+from tim_jax.policy import scoring
+from tim_jax.rl import drawing, episodes, rules
+from tim_jax.rl.drawing import Sample, Text, graded
 from tim_jax.rl.programs import Programs
-from tim_jax.rl.training import Training
-from tim_jax.rl.types import Exactness, Experience, TrainState
-from tim_jax.tasks.base import Task
-from tim_jax.tasks.episodes import Environment
+from tim_jax.rl.types import Exactness, Experience, TrainState, cut_rollout, whole_lengths
+from tim_jax.tasks.base import Environment, Example, Task
 
 UPDATING = "updating"  # what a wait for it, and memory that runs out in it, are called
+EVALUATING = "sampling for the evaluation"
 
 
 class Step(NamedTuple):
@@ -35,7 +40,7 @@ class Step(NamedTuple):
     state: TrainState
     weights: Any
     metrics: dict[str, float]  # a function of the run's config and seed alone
-    timing: dict[str, float]  # seconds and rates
+    timing: dict[str, float]  # seconds and rates, and what else depends on the clock
     samples: list[Sample]
     history: tuple[Any, ...] = ()  # the `kept_weights` of its programs, oldest first
 
@@ -60,9 +65,9 @@ def train(
 
     With a `max_staleness` of k, the sampler is k steps ahead: before a step is learnt from, the
     k-th after it is begun, with the weights of that moment. So a step is learnt from by weights
-    that are k steps newer than those that drew it (the first k steps: as many as there are), in
-    every run alike. Where the sampler has devices of its own, it draws while the learner learns.
-    Exactness then compares the learner at the weights that drew with what was recorded.
+    that are k steps newer than those that drew it (the first k steps: as many as there are). Where
+    the sampler has devices of its own, it draws while the learner learns. Exactness then compares
+    the learner at the weights that drew with what was recorded.
 
     Args:
       reference: compute weights of the KL term's reference policy, if there is one.
@@ -78,13 +83,14 @@ def train(
     """
     weights = programs.prepare(adapters.whole(state.params, base))
     older, training = first_history(weights, programs, history), programs.training
-    ahead, how = training.sampler.max_staleness, {"programs": programs, "environment": environment}
+    ahead = training.sampler.max_staleness
+    how = {"programs": programs, "environment": environment, "seed": seed}
 
     def published(source: Any) -> Any:
         return programs.publish(adapters.whole(state.params, base), source)
 
     def begin(step: int, given: Any) -> drawing.Begun:
-        return drawing.begin(given, task, text, seed=seed, step=step, **how)
+        return drawing.begin(given, task, text, step=step, **how)
 
     numbers = range(int(state.step) + 1, steps + 1)
     early = zip(numbers, older, strict=False) if ahead else ()  # fewer, if the run ends before
@@ -101,7 +107,7 @@ def train(
             begun.append(begin(number + ahead, given))
             del given
         # What was begun, a copy of the weights among it, is freed before the learner works.
-        drawn = drawing.finish(begun.popleft(), task, text, **how)
+        drawn = drawing.finish(begun.popleft())
         if training.offload:
             state = placement.to_devices(state)
         drawn_at = time.perf_counter()
@@ -135,8 +141,7 @@ def train(
 def _timing(drawn: drawing.Drawn, started: float, drawn_at: float, done: float) -> dict[str, float]:
     return {
         "seconds": done - started,
-        "seconds_sampling": drawn.seconds["sampling"],
-        "seconds_grading": drawn.seconds["grading"],
+        **drawn.timing,
         "seconds_learning": done - drawn_at,
         "tokens_per_second": drawn.metrics["response_tokens"] / (done - started),
     }
@@ -192,15 +197,16 @@ def learn(
       NonFiniteError: `programs.training.learning.max_skipped` updates in a row were not finite.
     """
     training = programs.training
-    _check_fits(training, rollout)
+    if (tokens := training.learning.micro_batch_tokens) is not None:
+        where, longest = training.execution.placement, int(whole_lengths(rollout).max())
+        rules.check_micro_batch_tokens(tokens, longest=longest, placement=where)
     rollout = trimmed(rollout, training.length_buckets)
     greedy = None if greedy_rewards is None else jnp.asarray(greedy_rewards)
     of_turns = ()
     if turn_rewards is not None and training.learning.credit == "turn":
-        of_turns = (jnp.asarray(turn_rewards[:, : rollout.responses.shape[1]]),)
-    prepared = programs.experience(
-        weights, reference, state.carried, rollout, rewards, greedy, *of_turns
-    )
+        of_turns = (jnp.asarray(_narrowed(turn_rewards, rollout.responses.shape[1])),)
+    given = rollout, rewards, greedy, *of_turns
+    prepared = programs.experience(weights, reference, state.carried, *given)
     batch, checked = prepared.experience, prepared.exactness
     state = replace(state, **prepared.carried._asdict())
     drawn_by = weights if source is None else source
@@ -217,7 +223,7 @@ def learn(
     if response_length is not None:
         length = jnp.full_like(length, response_length)
     with jax.debug_nans(False):  # this one is no fault
-        unknown = length * jnp.float32(jnp.nan)
+        unknown = length * jnp.float32(jnp.nan)  # as the length is, on its devices
     before = int(state.skipped)
     comparisons, reports = [] if checked is None else [checked], []
     for number, index in enumerate(training.order, 1):
@@ -237,23 +243,14 @@ def learn(
     reports, found, shaped = jax.device_get((reports, found, prepared.metrics))
     counted = [name for name in ("skipped", "overflows") if name in reports[0]]
     metrics = joined(reports) | {k: float(np.sum([r[k] for r in reports])) for k in counted}
-    metrics |= {name: float(value) for name, value in (shaped | found).items()}
     logged = schedules.decay_report(state.optimizer)
     logged |= optimizers.loss_scale_report(state.optimizer)
-    metrics |= {k: float(v) for k, v in logged.items()}
+    metrics |= {name: float(value) for name, value in (shaped | found | logged).items()}
     skips = [report["skipped"] for report in reports if not report.get("overflows")]
     check_finite(state, batch, most_in_a_row(before, skips), training.learning.max_skipped)
     if training.sampler.max_staleness and at_source is not None:
         comparisons = [at_source]
     return state, weights, merged(comparisons), metrics
-
-
-def _check_fits(training: Training, rollout: Rollout) -> None:
-    """Refuses sequences that a micro-batch of tokens does not hold."""
-    if (tokens := training.learning.micro_batch_tokens) is not None:
-        longest = int(micro_batches.whole_lengths(rollout).max())
-        where = training.execution.placement
-        rules.check_micro_batch_tokens(tokens, longest=longest, placement=where)
 
 
 def _compared(
@@ -265,6 +262,7 @@ def _compared(
     return programs.mismatch_report(trainer, rollout), None
 
 
+_OF_LEFT = ("loss/", "update_skew")  # means and extremes of tokens that no rejection removed
 _EXTREMES = {"_min": np.min, "_max": np.max, "_max_deviation": np.max}
 
 
@@ -272,12 +270,14 @@ def joined(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
     """A step's metrics from those of its updates: means, and for extremes the outermost value.
 
     An update without a token to learn from, whose means are 0, counts in `tokens` alone, unless
-    there is no other.
+    there is no other. Nor does one whose tokens are all rejected count in what is of the others.
     """
     learning = [report for report in reports if report["tokens"] > 0] or reports
+    left = [x for x in learning if x.get("correction/removed_share", 0.0) < 1.0] or learning
 
     def over(name: str) -> float:
-        values = [report[name] for report in (reports if name == "tokens" else learning)]
+        some = left if name.startswith(_OF_LEFT) else learning
+        values = [report[name] for report in (reports if name == "tokens" else some)]
         which = (of for ending, of in _EXTREMES.items() if name.endswith(ending))
         return float(next(which, np.mean)(values))
 
@@ -298,6 +298,16 @@ def trimmed(rollout: Rollout, buckets: int) -> Rollout:
     return cut_rollout(rollout, min(size for size in sizes if size >= longest))
 
 
+def _narrowed(turn_rewards: np.ndarray, width: int) -> np.ndarray:
+    """Rewards of turns f32[B, R] as f32[B, width]; the last column has what stood beyond it.
+
+    The dial's `dropped_end` makes a response a token shorter, but its last turn's reward stays.
+    """
+    kept = turn_rewards[:, :width].copy()
+    kept[:, -1] += turn_rewards[:, width:].sum(axis=1)
+    return kept
+
+
 def merged(comparisons: Sequence[Exactness]) -> Exactness:
     """A comparison with unequal tokens if there is one, then the one that compared the most."""
     comparisons = jax.device_get(list(comparisons))
@@ -307,7 +317,7 @@ def merged(comparisons: Sequence[Exactness]) -> Exactness:
 def check_exact(exactness: Exactness, step: int) -> None:
     """Raises MismatchError if a token differs or nothing was compared.
 
-    Raises NonFiniteError if neither side has a finite value: then the weights are at fault.
+    And NonFiniteError if neither side has a finite value: then the weights are at fault.
     """
     if int(exactness.compared) == 0:
         raise MismatchError(f"step {step}: no response token was compared")
@@ -320,10 +330,8 @@ def check_exact(exactness: Exactness, step: int) -> None:
             f" {trainer!r} ({trainer.hex()}), sampler {rollout!r} ({rollout.hex()})"
         )
         if not np.isfinite(exactness.values).any():
-            raise NonFiniteError(
-                f"{message}: neither is finite, so the weights are not, or are too large to compute"
-                " with"
-            )
+            fault = "neither is finite, so the weights are not, or are too large to compute with"
+            raise NonFiniteError(f"{message}: {fault}")
         raise MismatchError(message)
 
 
@@ -359,3 +367,203 @@ def exact_metrics(exactness: Exactness) -> dict[str, float]:
         "log_prob_difference_max": float(exactness.max_difference),
         "log_prob_difference_mean": float(exactness.mean_difference),
     }
+
+
+# --- the warm start ----------------------------------------------------------------------------
+
+
+def demonstrations(pairs: Sequence[tuple[str, str]], text: Text, *, response_size: int) -> Rollout:
+    """(prompt, completion) pairs as a rollout, the end token appended, log-probs zero.
+
+    Raises:
+      InputError: a prompt or a completion is too long; to learn from a part would teach the wrong
+        thing.
+    """
+    prompts = text.prompts([Example(prompt, "") for prompt, _ in pairs], range(len(pairs)))
+    responses = np.zeros((len(pairs), response_size), np.int32)
+    lengths = np.zeros((len(pairs),), np.int32)
+    for row, (_, completion) in enumerate(pairs):
+        tokens = text.tokenizer.encode(completion, add_special_tokens=False)
+        tokens = [*tokens, text.tokenizer.eos_token_id]
+        if len(tokens) > response_size:
+            raise InputError(
+                f"a worked completion has {len(tokens)} tokens, more than"
+                f" max_tokens = {response_size}: {completion!r}"
+            )
+        responses[row, : len(tokens)], lengths[row] = tokens, len(tokens)
+    return Rollout(
+        prompts=prompts.tokens,
+        prompt_lengths=prompts.lengths,
+        responses=jnp.asarray(responses),
+        lengths=jnp.asarray(lengths),
+        log_probs=jnp.zeros(responses.shape, jnp.float32),
+        finished=jnp.ones((len(pairs),), bool),
+    )
+
+
+def warm_start(
+    params: Any,
+    batches: Iterator[Rollout],
+    *,
+    execution: Execution,
+    learning_rate: float,
+    steps: int,
+) -> Iterator[tuple[Any, float]]:
+    """Supervised steps on a task's worked solutions, for a model that cannot solve anything yet.
+
+    Yields (params, mean negative log-likelihood per token) after each of `steps` AdamW steps.
+    """
+    rise = min(max(steps // 10, 1), steps - 1)
+    rate = optimizers.Rate(learning_rate, rise, "cosine", steps)
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate.schedule_fn(), b2=0.98))
+    optimizer = optimizers.for_dtype(chain, execution.numerics.compute_dtype)
+
+    def loss(params, batch: Rollout, scale: jax.Array | None):
+        weights = execution.prepare(params)
+        log_probs = scoring.score(weights, batch, execution=execution).log_probs
+        mask = batch.mask
+        value = -jnp.sum(jnp.where(mask, log_probs, 0.0)) / jnp.sum(mask, dtype=jnp.float32)
+        return (value if scale is None else scale * value), value
+
+    @partial(jit, numerics=execution.numerics, donate_argnums=(0, 1))
+    def step(params, state, batch):
+        differentiated = jax.value_and_grad(loss, has_aux=True)
+        (_, value), gradient = differentiated(params, batch, optimizers.loss_scale(state))
+        with jax.numpy_dtype_promotion("standard"):
+            changes, state = optimizer.update(gradient, state, params)
+            moved = with_buffers(optax.apply_updates(params, changes), params)
+            return moved, state, value
+
+    params = jax.tree.map(jnp.array, params)
+    state = optimizer.init(params)
+    for _ in range(steps):
+        params, state, value = step(params, state, next(batches))
+        yield params, float(value)
+
+
+def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
+    """Returns the unbiased estimate of P(at least one of k samples is right), f64 like `correct`.
+
+    With c right ones among n samples, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
+    arXiv:2107.03374, eq. 1), computed as 1 - prod_{i = n - c + 1}^{n} (1 - k / i), which neither
+    overflows nor cancels.
+
+    Args:
+      correct: integers [...], right samples per prompt, each in 0..samples.
+      samples: n.
+      k: 1..samples.
+
+    Raises:
+      InputError: if k or a count is out of range.
+    """
+    correct = np.asarray(correct)
+    if not 1 <= k <= samples:
+        raise InputError(f"pass@k: k must be in 1..{samples} (samples per prompt), got {k}")
+    if correct.size and not (correct.min() >= 0 and correct.max() <= samples):
+        raise InputError(
+            f"pass@k: counts must be in 0..{samples}, got {correct.min()}..{correct.max()}"
+        )
+    i = np.arange(1, samples + 1)
+    # A factor below 0 belongs to i < k, which is reached only if n - c < k: the product is 0 there.
+    factors = np.maximum(1.0 - k / i, 0.0)
+    taken = i > (samples - correct)[..., None]
+    return 1.0 - np.prod(np.where(taken, factors, 1.0), axis=-1)
+
+
+def scores(rewards: np.ndarray, ks: Sequence[int], *, solved: float = 1.0) -> dict[str, float]:
+    """Returns mean@n, the mean over prompts of pass@k for every k, and their standard errors.
+
+    `reward_error` is that of mean@n, `pass@k_error` those of pass@k: over prompts, whose samples
+    count as one each; 0 for a single prompt, of which nothing is known.
+
+    Args:
+      rewards: finite, [P, n], n samples for each of P prompts.
+      ks: the k of pass@k, each in 1..n.
+      solved: a sample counts as right from this reward on.
+
+    Raises:
+      InputError: some k is out of range, or a reward is not finite.
+    """
+    rewards = np.asarray(rewards, np.float64)
+    if not np.isfinite(rewards).all():
+        prompt, sample = np.argwhere(~np.isfinite(rewards))[0]
+        value = rewards[prompt, sample]
+        raise InputError(f"rewards must be finite: prompt {prompt}, sample {sample} has {value}")
+    prompts, samples = rewards.shape
+    correct, mean = np.sum(rewards >= solved, axis=1), float(rewards.mean())
+    passes = {f"pass@{k}": pass_at_k(correct, samples, k) for k in ks}
+    return {
+        f"mean@{samples}": mean,
+        **{name: float(np.mean(values)) for name, values in passes.items()},
+        "prompts": float(prompts),
+        "reward": mean,
+        "reward_error": _error(rewards.mean(axis=1)),
+        **{f"{name}_error": _error(values) for name, values in passes.items()},
+    }
+
+
+def _error(values: np.ndarray) -> float:
+    """The standard error of their mean."""
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
+def evaluate(
+    weights: Any,
+    task: Task,
+    text: Text,
+    *,
+    sample: Callable[..., Rollout] | episodes.Programs,
+    environment: Environment | None = None,
+    key: jax.Array,
+    prompts: int,
+    samples: int,
+    batch: int,
+    ks: Sequence[int],
+    solved: float = 1.0,
+) -> tuple[dict[str, float], list[Sample]]:
+    """Evaluates the first `prompts` held-out problems with `samples` responses each.
+
+    `sample` is a program for `batch` prompts at a time (programs.sampling_program), or programs of
+    episodes with an `environment`; the last batch is filled up with prompts that are not counted. A
+    response is right from the reward `solved` on.
+
+    Returns:
+      `scores` of the rewards, the mean response length, how many answers could not be graded; and
+      all samples.
+
+    Raises:
+      InputError: the task has no held-out problems, or as the training loop.
+    """
+    count = min(prompts, len(task.evaluation))
+    if not count:
+        raise InputError(f"task {task.name} has no held-out problems to evaluate on")
+    rows: list[Sample] = []
+    lengths: list[np.ndarray] = []
+    failed: dict[str, float] = {}
+    for start in range(0, count, batch):
+        indices = [min(i, count - 1) for i in range(start, start + batch)]
+        examples = [task.evaluation[i] for i in indices]
+        encoded = text.prompts(examples, indices)
+        wanted = min(batch, count - start)
+        counted = slice(wanted * samples)
+        with waiting.during(EVALUATING, about=waiting.COMPILES):
+            if isinstance(sample, episodes.Programs):
+                played = drawing.play(
+                    weights, text, examples, encoded, key, programs=sample, environment=environment
+                )
+            else:
+                played = jax.device_get(sample(weights, encoded, key))
+        if isinstance(played, episodes.Played):
+            found = drawing.of_episodes(examples, played, text)[counted]
+            faults = {"environment/failures": float(played.failed[counted].sum())}
+            drawn = np.asarray(played.rollout.drawn_lengths)[counted]
+        else:
+            kept = jax.tree.map(lambda x, own=counted: x[own], played)
+            found, faults = graded(task, text, examples[:wanted], kept, samples)
+            drawn = kept.lengths
+        rows += found
+        failed = {name: failed.get(name, 0.0) + number for name, number in faults.items()}
+        lengths.append(drawn)
+    rewards = np.array([row.reward for row in rows]).reshape(count, samples)
+    length = float(np.concatenate(lengths).mean())
+    return scores(rewards, ks, solved=solved) | {"length": length} | failed, rows

@@ -1,37 +1,37 @@
 """A run's programs: jitted, laid out on the mesh of their execution, with buffers donated."""
 
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache, partial
 from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tim_jax import metrics, placement
+from tim_jax import corrections, metrics, optimizers, placement
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.mismatch import dial
 from tim_jax.model import adapters, parameters
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit, lean
 from tim_jax.model.weights import param_axes, weight_axes
 from tim_jax.numerics import Numerics
-from tim_jax.placement import Devices, processes
+from tim_jax.placement import Devices
 from tim_jax.rl import episodes, learner, sharded
-from tim_jax.rl.experience import experience
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Exactness, Experience, Learning, Policy, TrainState, exactness
 
+# What an optimizer is told, beside gradients and parameters, and whether all is finite.
+TOLD = ("response_length", "gradient_norm", "effective_sample_size")
 # Metrics of each part of the mismatch.
 _PARTS = ("log_ratio_abs_mean", "log_ratio_abs_max", "kl_k3")
 
 
 @dataclass(frozen=True)
 class Programs:
-    """A run's compiled programs.
-
-    Each compiles once: shapes do not depend on the data, but for `length_buckets` learner shapes.
-    """
+    """A run's compiled programs. Each compiles once, but for `length_buckets` learner shapes."""
 
     prepare: Callable[..., Any]  # params -> weights
     publish: Callable[..., Any]  # params, weights -> the sampler's weights
@@ -39,7 +39,7 @@ class Programs:
     episodes: episodes.Programs | None  # of the sampler, where an environment takes part
     greedy: Callable[..., Rollout] | None  # the same, one greedy response a prompt, if needed
     merge: Callable[..., Rollout]  # rollout, another, i32[B] -> those rows of both, one after other
-    experience: Callable[..., Any]  # see experience.experience
+    experience: Callable[..., Any]  # see `learner.experience`
     update: Callable[..., Any]  # state, weights, experience, index of mini-batch, length, base
     mismatch_report: Callable[..., Any]  # see `mismatch_report`
     init: Callable[..., TrainState]  # what is trained -> state
@@ -75,11 +75,9 @@ class Programs:
 
 
 def build(training: Training, devices: Devices | None = None, *, foreign: bool = False) -> Programs:
-    """Programs of a training run.
+    """Programs of a training run, on meshes of `devices`, all if None.
 
-    Args:
-      devices: what meshes are made of, `jax.devices()` if None.
-      foreign: whether it learns from rollouts of another engine, whose experts may be others.
+    `foreign`: whether it learns from rollouts of another engine, whose experts may be others.
 
     Raises:
       InputError: settings contradict each other, the model cannot be laid out so, or there are too
@@ -95,12 +93,20 @@ def build(training: Training, devices: Devices | None = None, *, foreign: bool =
     of_base = param_axes(execution.config)
     starting = partial(Training.init, training)
     state = where.state(starting)
-    preparing = partial(experience, score=policy.score, learning=learning)
-    update = _updating(policy, training)
+    preparing = partial(learner.experience, score=policy.score, learning=learning)
+    how: Any = {"policy": policy, "learning": learning, "optimizer": training.scaled_optimizer}
+
+    def update(state, weights, batch: Experience, index, response_length, base=None):
+        part = training.mini_batch(batch, index)
+        return learner.update(state, weights, part, response_length, base=base, **how)
+
     updated = state, where.weights, whole
     aged = training.kept_weights > 0
     differs = aged or mismatch.active or (foreign and learning.routing == "compared")
-    replayed = _replayed(where, learning)
+    replayed = None  # the forward with the sampler's experts, if it could be the learner's
+    if learning.routing == "compared":
+        replaying = replace(where, execution=replace(execution, routing="replayed"))
+        replayed = replaying.policy(learning).score
     compare = comparison(policy.score, mismatch, aged=aged, replayed=replayed)
     return Programs(
         **_of_sampler(where, training, there),
@@ -109,12 +115,84 @@ def build(training: Training, devices: Devices | None = None, *, foreign: bool =
         experience=jit(preparing, numerics, out_shardings=whole),
         update=jit(update, lean(numerics), donate_argnums=(0, 1), out_shardings=updated),
         mismatch_report=jit(mismatch_report, numerics, out_shardings=whole),
-        init=where.spreading(jit(starting, numerics, out_shardings=state), where.trained),
+        init=_spreading(jit(starting, numerics, out_shardings=state), where.trained),
         place=partial(_put, target=placement.shardings(of_base, where.mesh)),
         merged=None if execution.lora is None else merged_program(execution, there),
         compare=jit(compare, numerics, out_shardings=whole) if differs else None,
         training=training,
     )
+
+
+def trace_optimizer(run: Training) -> tuple[Any, Any]:
+    """The optimizer's first state and its step, traced as a run calls them."""
+    trained = adapters.trained_shapes(run.execution.config, run.execution.lora)
+    extra = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in TOLD}
+    extra["finite"] = jax.ShapeDtypeStruct((), jnp.bool_)
+    first = jax.jit(partial(optimizers.first_state, run.optimizer)).trace(trained)
+    step = partial(optimizers.guarded_step, optax.with_extra_args_support(run.optimizer))
+    return first, jax.jit(step).trace(trained, first.out_info, trained, **extra)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A training, equal to any other that has the same programs."""
+
+    settings: tuple[Any, ...]
+    optimizer: Any  # its code: two that do the same are not the same functions
+    correction: Any  # its code
+    training: Training = field(compare=False)
+
+
+def build_once(training: Training, *, foreign: bool = False) -> Programs:
+    """Returns what `build` does. Keeps the last two, for a call with another seed, for example."""
+    settings = (
+        *_without(training, "optimizer", "learning"),
+        *_without(training.learning, "correction"),
+    )
+    code = _code(*trace_optimizer(training)), _code_of_correction(training)
+    return _kept(_Asked(settings, *code, training), foreign)
+
+
+@lru_cache(maxsize=2)
+def _kept(asked: _Asked, foreign: bool) -> Programs:
+    return build(asked.training, foreign=foreign)
+
+
+def _without(value: Any, *names: str) -> tuple[Any, ...]:
+    """The fields of a value, except those named, which are functions and compare by identity."""
+    return tuple(getattr(value, one.name) for one in fields(value) if one.name not in names)
+
+
+def _code(first: Any, step: Any) -> Any:
+    """A value that is equal for two traced pairs of a first state and a step that compute the same.
+
+    If they call back into Python, it is equal to nothing else.
+    """
+    texts = [one.lower().as_text() for one in (first, step)]
+    if any("callback" in text or "host_transfer" in text for text in texts):
+        return object()  # Python functions, which the text does not tell from others
+    digests = (hashlib.sha256(text.encode()).digest() for text in texts)
+    return (*digests, jax.tree.structure(first.out_info))
+
+
+def _code_of_correction(run: Training) -> Any:
+    """`_code` of a run's correction, and what the learner reads of its blocks."""
+    correction = run.learning.correction
+    if not correction.blocks:
+        return ()
+    tokens = run.sequences, run.execution.sampling.max_tokens
+    of_token, of_row = (jax.ShapeDtypeStruct(x, jnp.float32) for x in (tokens, tokens[:1]))
+    given = {"log_ratio": of_token, "log_probs": of_token, "advantages": of_row}
+    given["mask"] = jax.ShapeDtypeStruct(tokens, jnp.bool_)
+    trained = adapters.trained_shapes(run.execution.config, run.execution.lora)
+    try:
+        first = jax.jit(correction.init).trace(trained)
+        made = jax.jit(partial(corrections.correct, correction))
+        code = _code(first, made.trace(state=first.out_info, **given))
+    except Exception:  # of a transform of the user's own; the first step will say it
+        return object()
+    names = "name", "effect", "reads", "whole_batch", "needs", "sign"
+    return code, repr([[getattr(one, name) for name in names] for one in correction.blocks])
 
 
 def _put(params: Any, target: Any) -> Any:
@@ -124,8 +202,13 @@ def _put(params: Any, target: Any) -> Any:
       InputError: they do not.
     """
     if jax.process_count() > 1 and all(map(placement.of_process, jax.tree.leaves(params))):
-        processes.agree(str(adapters.fingerprint(params)), "its weights")
+        placement.agree(str(adapters.fingerprint(params)), "its weights")
     return placement.put(params, target)
+
+
+def _spreading(program: Callable, target: Any) -> Callable:
+    """A program that first puts its params in place: no device ever holds all of them."""
+    return lambda params: program(_put(params, target))
 
 
 def _of_sampler(where: "_Where", training: Training, devices: Devices) -> dict[str, Any]:
@@ -156,26 +239,6 @@ def _of_newest(program: Callable[..., Any]) -> Callable[..., Any]:
     return lambda weights, *arguments: program(weights[-1], *arguments)
 
 
-def _replayed(where: "_Where", learning: Learning) -> Callable[..., Any] | None:
-    """The forward with the sampler's experts, if it is not the learner's own, but could be."""
-    if learning.routing != "compared":
-        return None
-    replaying = replace(where.execution, routing="replayed")
-    return replace(where, execution=replaying).policy(learning).score
-
-
-def _updating(policy: Policy, training: Training) -> Callable:
-    """(state, weights, experience, index, response length, base) -> as `learner.update`."""
-    optimizer = training.scaled_optimizer
-    how: Any = {"policy": policy, "learning": training.learning, "optimizer": optimizer}
-
-    def update(state, weights, batch: Experience, index, response_length, base=None):
-        part = training.mini_batch(batch, index)
-        return learner.update(state, weights, part, response_length, base=base, **how)
-
-    return update
-
-
 @dataclass(frozen=True)
 class Layout:
     """Trees of shardings of a run's arrays."""
@@ -200,9 +263,8 @@ def sampling_program(
 ) -> Callable[..., Rollout]:
     """Jitted (weights, prompts, key) -> rollout, `samples` responses per prompt.
 
-    `batching` is that of all devices together.
-
     `weights` and `execution` are the learner's; the sampler differs from it as `mismatch` says.
+    `batching` is that of all devices together.
 
     Raises:
       InputError: an entry that this sampler cannot have, or two that contradict each other.
@@ -264,7 +326,7 @@ def scoring_program(execution: Execution, *, micro_batch: int | None) -> Callabl
     where = _Where.of(execution, None)
     scored = sharded.scoring(execution, where.mesh, micro_batch=micro_batch)
 
-    def score(weights: Any, rollout: Rollout) -> jax.Array:
+    def score(weights, rollout):
         return scored(weights, rollout)[0]
 
     return jit(score, execution.numerics, out_shardings=where.whole)
@@ -279,7 +341,7 @@ def weights_program(execution: Execution, devices: Devices | None = None) -> Cal
     """Jitted params -> compute weights, where and as `execution` has them."""
     where = _Where.of(execution, devices)
     program = jit(execution.prepare, execution.numerics, out_shardings=where.weights)
-    return where.spreading(program, where.params)
+    return _spreading(program, where.params)
 
 
 def merged_program(execution: Execution, devices: Devices | None = None) -> Callable[..., Any]:
@@ -288,12 +350,12 @@ def merged_program(execution: Execution, devices: Devices | None = None) -> Call
     `prepare` makes the same bits of both.
     """
     assert execution.lora is not None
-    plain, where = replace(execution, lora=None), _Where.of(execution, devices)
-    rule = partial(
+    merge = partial(
         adapters.merged, config=execution.config, lora=execution.lora, numerics=Numerics()
     )
-    target = _Where.of(plain, devices).params
-    return where.spreading(jit(rule, execution.numerics, out_shardings=target), where.params)
+    target = _Where.of(replace(execution, lora=None), devices).params
+    program = jit(merge, execution.numerics, out_shardings=target)
+    return _spreading(program, _Where.of(execution, devices).params)
 
 
 def publication(
@@ -345,25 +407,21 @@ class _Where:
 
     @property
     def weights(self) -> Any:
-        leaf_axes = weight_axes(self.execution.config, self.execution.numerics)
-        return placement.shardings(leaf_axes, self.mesh)
+        return self._at(weight_axes(self.execution.config, self.execution.numerics))
 
     @property
     def params(self) -> Any:
-        leaf_axes = adapters.whole_axes(self.execution.config, self.execution.lora)
-        return placement.shardings(leaf_axes, self.mesh)
+        return self._at(adapters.whole_axes(self.execution.config, self.execution.lora))
 
     @property
     def trained(self) -> Any:
-        leaf_axes = adapters.trained_axes(self.execution.config, self.execution.lora)
+        return self._at(adapters.trained_axes(self.execution.config, self.execution.lora))
+
+    def _at(self, leaf_axes: Any) -> Any:
         return placement.shardings(leaf_axes, self.mesh)
 
     def policy(self, learning: Learning) -> Policy:
         return sharded.policy(self.execution, self.mesh, learning=learning)
-
-    def spreading(self, program: Callable, target: Any) -> Callable:
-        """A program that first puts its params in place: no device ever holds all of them."""
-        return lambda params: program(_put(params, target))
 
     def arriving(self, program: Callable, drawing: Execution, devices: Devices | None) -> Callable:
         """A sampler's program, with its rollouts moved to this execution's devices."""
@@ -440,10 +498,8 @@ def comparison(
     are in mean |d|, largest |d| and k3: `drift/*` compares the learner with itself at the sampler's
     weights, `numerical/*` the latter with the recorded ones, and `reporting/*` the log-probs drawn
     with with the recorded ones. `replayed/*`, for a mixture whose learner takes its own experts, is
-    what of `mismatch/*` would be left if it took the sampler's, by one more forward.
-
-    The second result compares bits: of the learner at the sampler's weights, where these may be
-    `aged`, with what was recorded.
+    what of `mismatch/*` would be left if it took the sampler's, by one more forward. The second
+    result compares the bits of the learner at the sampler's weights with the recorded ones.
     """
 
     def compare(weights, source, rollout: Rollout, trainer: jax.Array | None):

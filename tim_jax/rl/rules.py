@@ -15,9 +15,9 @@ from tim_jax.common.inputs import check_kinds
 from tim_jax.corrections import Correction, Mode
 from tim_jax.objectives import Objective, advantages
 from tim_jax.placement import ROWS, Placement
-from tim_jax.tasks.episodes import History
+from tim_jax.tasks.base import History
 
-# From this many horizons a step on, the KL coefficient's factor could reach 0; see `shaping`.
+# From this many horizons a step on, the KL coefficient's factor could reach 0; see `AdaptiveKL`.
 _STEP_OVER_HORIZON = 5
 
 Credit = Literal["episode", "turn"]
@@ -54,6 +54,11 @@ class RuleError(InputError):
         self.field, self.value, self.rule, self.axis = field, value, rule, axis
 
 
+def _require(holds: bool, field: str, value: object, rule: str) -> None:
+    if not holds:
+        raise RuleError(field, value, rule)
+
+
 @contextmanager
 def _breaks(field: str, value: object) -> Iterator[None]:
     """A context in which what is refused breaks a rule of a field."""
@@ -66,8 +71,7 @@ def _breaks(field: str, value: object) -> Iterator[None]:
 def check_counts(**counts: int) -> None:
     """Refuses counts below 1."""
     for field, value in counts.items():
-        if value < 1:
-            raise RuleError(field, value, "must be 1 or more")
+        _require(value >= 1, field, value, "must be 1 or more")
 
 
 def check_learning(
@@ -75,8 +79,7 @@ def check_learning(
 ) -> None:
     """Refuses a ratio that would count twice or not at all, and a group too small for its baseline.
 
-    Args:
-      updates: of a step, mini-batches times epochs.
+    `updates` are a step's: mini-batches times epochs.
     """
     loss, has_ratio = objective.loss, objective.has_ratio
     with _breaks("correction", [block.name for block in correction.blocks]):
@@ -92,36 +95,28 @@ def check_learning(
 
 def check_length(objective: Objective) -> None:
     """Refuses an objective that counts from a longest response that it does not know."""
-    if objective.lacks_length:
-        rule = "must be given, as the aggregation or overlong_cache counts from it"
-        raise RuleError("max_length", None, rule)
+    rule = "must be given, as the aggregation or overlong_cache counts from it"
+    _require(not objective.lacks_length, "max_length", None, rule)
 
 
 def check_reward_kl(objective: Objective, *, sequences: int) -> None:
     """Refuses a horizon of the KL's coefficient that a single step could end."""
     horizon = objective.reward_kl_horizon
     if objective.controller is not None and sequences >= _STEP_OVER_HORIZON * horizon:
-        raise RuleError(
-            "reward_kl_horizon",
-            horizon,
-            f"must be more than {sequences // _STEP_OVER_HORIZON}, a fifth of the {sequences}"
-            " sequences of a step: one step could end the penalty",
-        )
+        least = sequences // _STEP_OVER_HORIZON
+        rule = f"must be more than {least}, a fifth of the {sequences} sequences of a step"
+        raise RuleError("reward_kl_horizon", horizon, f"{rule}: one step could end the penalty")
 
 
 def check_rows(*, prompts: int, samples: int, mini_batches: int, micro_batch: int | None) -> None:
     """Refuses parts that do not divide a step's prompts x samples sequences."""
     total, product = prompts * samples, f"{prompts} prompts x {samples} samples"
-    if total % mini_batches:
-        rule = f"must divide the {total} sequences of a step ({product})"
-        raise RuleError("mini_batches", mini_batches, rule)
-    if micro_batch and (total // mini_batches) % micro_batch:
-        raise RuleError(
-            "micro_batch",
-            micro_batch,
-            f"must divide the {total // mini_batches} sequences of a mini-batch ({product},"
-            f" mini_batches = {mini_batches})",
-        )
+    rule = f"must divide the {total} sequences of a step ({product})"
+    _require(total % mini_batches == 0, "mini_batches", mini_batches, rule)
+    rows = total // mini_batches
+    rule = f"must divide the {rows} sequences of a mini-batch ({product},"
+    rule += f" mini_batches = {mini_batches})"
+    _require(not micro_batch or rows % micro_batch == 0, "micro_batch", micro_batch, rule)
 
 
 def check_learner_rows(
@@ -140,19 +135,14 @@ def check_sampler_rows(
 ) -> None:
     """Refuses a placement of the sampler whose devices could not have equally many rows.
 
-    Args:
-      greedy: whether it also draws one greedy response a prompt.
+    `greedy`: whether it also draws one greedy response a prompt.
     """
     _check_spread("sampler_placement", where, sequences, f"the {sequences} sequences of a step")
     if slots:
         _check_spread("sampler_placement", where, slots, f"the {slots} slots")
-    if greedy and prompts % where.shards:
-        raise RuleError(
-            "prompts_per_step",
-            prompts,
-            f"must be a multiple of the sampler's {where.shards_text}: the estimator draws one"
-            " greedy response a prompt",
-        )
+    rule = f"must be a multiple of the sampler's {where.shards_text}: the estimator draws one"
+    rule += " greedy response a prompt"
+    _require(not greedy or prompts % where.shards == 0, "prompts_per_step", prompts, rule)
 
 
 def _check_spread(field: str, where: Placement, count: int, what: str) -> None:
@@ -168,56 +158,44 @@ def _check_spread(field: str, where: Placement, count: int, what: str) -> None:
 def check_noise_scale(*, sequences: int, micro_batch: int | None, samples: int) -> None:
     """Refuses to measure the gradient's noise from micro-batches that are not independent.
 
-    Args:
-      sequences: of a mini-batch.
+    `sequences` are a mini-batch's.
     """
     micro = micro_batch or sequences
-    if micro >= sequences or micro % samples:
-        raise RuleError(
-            "noise_scale",
-            True,
-            f"needs a micro_batch below the {sequences} sequences of a mini-batch, and a multiple"
-            f" of the {samples} samples of a prompt: groups stay together",
-        )
+    rule = f"needs a micro_batch below the {sequences} sequences of a mini-batch, and a multiple"
+    rule += f" of the {samples} samples of a prompt: groups stay together"
+    _require(micro < sequences and micro % samples == 0, "noise_scale", True, rule)
 
 
 def check_packed(*, noise_scale: bool) -> None:
     """Refuses to measure the gradient's noise between micro-batches of unequal numbers of rows."""
-    if noise_scale:
-        rule = "needs micro-batches of equally many sequences: leave out micro_batch_tokens"
-        raise RuleError("noise_scale", True, rule)
+    rule = "needs micro-batches of equally many sequences: leave out micro_batch_tokens"
+    _require(not noise_scale, "noise_scale", True, rule)
 
 
 def check_micro_batch_tokens(tokens: int, *, longest: int, placement: Placement) -> None:
-    """Refuses a micro-batch of tokens that a device's part of does not hold the longest sequence.
+    """Refuses a micro-batch of tokens whose part on a device does not hold the longest sequence.
 
-    Args:
-      longest: tokens of a prompt and its response.
+    `longest`: tokens of a prompt and its response.
     """
-    least = longest * placement.shards
-    if tokens < least or tokens % placement.shards:
-        devices = f" on each of {placement.shards} devices" if placement.shards > 1 else ""
-        multiple = f"a multiple of {placement.shards}, " if placement.shards > 1 else ""
-        raise RuleError(
-            "micro_batch_tokens",
-            tokens,
-            f"must be {multiple}at least {least}: it holds a sequence of up to {longest}"
-            f" tokens{devices}",
-        )
+    shards, least = placement.shards, longest * placement.shards
+    multiple, devices = "", ""
+    if shards > 1:
+        multiple, devices = f"a multiple of {shards}, ", f" on each of {shards} devices"
+    rule = f"must be {multiple}at least {least}: it holds a sequence of up to {longest} tokens"
+    holds = tokens >= least and tokens % shards == 0
+    _require(holds, "micro_batch_tokens", tokens, f"{rule}{devices}")
 
 
 def check_refills(refills: int, objective: Objective, *, samples: int) -> None:
     """Refuses to draw again where no reward says that a group has no signal."""
-    if refills < 0:
-        raise RuleError("refills", refills, "must be 0 or more")
+    _require(refills >= 0, "refills", refills, "must be 0 or more")
     if not refills:
         return
-    if objective.estimator not in advantages.GROUP_BASELINES:
-        rule = f"the estimator {objective.estimator!r} learns from groups of equal rewards too"
-        raise RuleError("refills", refills, f"must be 0: {rule}")
-    if samples == 1:
-        rule = "must be 0 with one sample a prompt: no group of one has unequal rewards"
-        raise RuleError("refills", refills, rule)
+    rule = f"the estimator {objective.estimator!r} learns from groups of equal rewards too"
+    compares = objective.estimator in advantages.GROUP_BASELINES
+    _require(compares, "refills", refills, f"must be 0: {rule}")
+    rule = "must be 0 with one sample a prompt: no group of one has unequal rewards"
+    _require(samples > 1, "refills", refills, rule)
 
 
 def check_turns(
@@ -225,39 +203,33 @@ def check_turns(
 ) -> None:
     """Refuses what there is not for episodes of several turns.
 
-    Args:
-      max_tokens: of a turn.
-      longest: an episode's tokens.
+    `max_tokens` are a turn's, `longest` an episode's.
     """
-    if max_tokens > longest:
-        rule = f"must be at most the {longest} tokens of an episode, but is {max_tokens}"
-        raise RuleError("max_tokens", max_tokens, rule)
+    rule = f"must be at most the {longest} tokens of an episode, but is {max_tokens}"
+    _require(max_tokens <= longest, "max_tokens", max_tokens, rule)
     for field, value, only in (("max_staleness", max_staleness, 0), ("routing", routing, "own")):
-        if value != only:
-            raise RuleError(field, value, f"must be {only!r} for episodes of several turns")
-    if "greedy_rewards" in advantages.needs(objective.estimator):
-        rule = "needs greedy responses, which there are not for episodes of several turns"
-        raise RuleError("estimator", objective.estimator, rule)
+        rule = f"must be {only!r} for episodes of several turns"
+        _require(value == only, field, value, rule)
+    greedy = "greedy_rewards" in advantages.needs(objective.estimator)
+    rule = "needs greedy responses, which there are not for episodes of several turns"
+    _require(not greedy, "estimator", objective.estimator, rule)
 
 
 def check_credit(credit: str, objective: Objective) -> None:
     """Refuses rewards of turns where an estimator only takes those of whole responses."""
-    if credit == "turn" and objective.estimator not in advantages.OF_TOKENS:
-        known = ", ".join(sorted(advantages.OF_TOKENS))
-        raise RuleError("credit", credit, f"needs an estimator of what follows each token: {known}")
+    known, of_tokens = ", ".join(sorted(advantages.OF_TOKENS)), advantages.OF_TOKENS
+    rule = f"needs an estimator of what follows each token: {known}"
+    _require(credit != "turn" or objective.estimator in of_tokens, "credit", credit, rule)
 
 
 def check_cut(history: str, *, noise_scale: bool) -> None:
     """Refuses to measure the gradient's noise between rows of one episode."""
-    if history == "cut" and noise_scale:
-        rule = 'needs equally many sequences in a micro-batch, and history = "cut" adds some'
-        raise RuleError("noise_scale", True, rule)
+    rule = 'needs equally many sequences in a micro-batch, and history = "cut" adds some'
+    _require(history != "cut" or not noise_scale, "noise_scale", True, rule)
 
 
 def check_staleness(max_staleness: int, *, offload: bool) -> None:
     """Refuses to draw ahead while the state is to leave the devices."""
-    if max_staleness < 0:
-        raise RuleError("max_staleness", max_staleness, "must be 0 or more")
-    if max_staleness and offload:
-        rule = "must be 0 with offload, which takes the state away while a step is drawn"
-        raise RuleError("max_staleness", max_staleness, rule)
+    _require(max_staleness >= 0, "max_staleness", max_staleness, "must be 0 or more")
+    rule = "must be 0 with offload, which takes the state away while a step is drawn"
+    _require(not (max_staleness and offload), "max_staleness", max_staleness, rule)

@@ -4,7 +4,6 @@ Each function here wraps one of `sampler`, `scoring` or `learner` in `shard_map`
 and gradients go out in parts, by their logical axes, and rows are split over data, fsdp and expert.
 Outside, arrays of [batch] and [batch, time] are whole on every device: they are small compared with
 caches and logits, and their statistics are then computed by the same program, whatever the split.
-What stays on the devices between calls, of `TurningOnMesh`, has a first dimension of devices.
 """
 
 from collections.abc import Callable
@@ -26,13 +25,12 @@ from tim_jax.model.attention import Cache
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.weights import weight_axes
 from tim_jax.placement import Placement, collectives
-from tim_jax.policy import turns
+from tim_jax.policy import slots, turns
 from tim_jax.policy.sampler import Begun, join_parts, prompts_so_far
 from tim_jax.policy.scoring import gradient_sums, score, shares_gradient
 from tim_jax.policy.turns import Chunks, Turning, Work
-from tim_jax.rl import learner, micro_batches
-from tim_jax.rl.experience import score_rows
-from tim_jax.rl.types import Experience, Learning, Policy
+from tim_jax.rl import learner
+from tim_jax.rl.types import Experience, Learning, Policy, deal, whole_lengths
 
 _ROWS = placement.spec(("rows",))
 _WHOLE = PartitionSpec()
@@ -117,7 +115,8 @@ class TurningOnMesh:
     """`Turning` on a mesh.
 
     Rows, slots, chunks and copies come device by device, in equal numbers, and name rows, slots and
-    pages of their own device. What is drawn is whole on every device.
+    pages of their own device. What is drawn is whole on every device. What stays on the devices
+    between calls has a first dimension of devices.
     """
 
     sampler: Turning
@@ -132,9 +131,8 @@ class TurningOnMesh:
             found = self._whole((first, turns.turn_keys(names, max_turns)))
             return *_kept((weights, cache)), *found
 
-        ins = _weights(execution), _ROWS, _NAMES
-        outs = _EACH, _EACH, _WHOLE, _WHOLE
-        return _over(self.on, local, ins, outs)(weights, prompts, names)
+        places = (_weights(execution), _ROWS, _NAMES), (_EACH, _EACH, _WHOLE, _WHOLE)
+        return _over(self.on, local, *places)(weights, prompts, names)
 
     def extend(self, weights: Any, cache: Cache, chunks: Chunks) -> Cache:
         """The cache with the keys and values of the chunks' tokens, as many on each device."""
@@ -153,15 +151,15 @@ class TurningOnMesh:
             cache, found = self.sampler.decode(own[0], own[1], names, work, until[0])
             return _kept(cache), self._whole(found)
 
-        ins = _EACH, _EACH, _NAMES, _ROWS, _ROWS
-        outs = _EACH, _WHOLE
-        return _over(self.on, local, ins, outs)(weights, cache, names, work, until)
+        places = (_EACH, _EACH, _NAMES, _ROWS, _ROWS), (_EACH, _WHOLE)
+        return _over(self.on, local, *places)(weights, cache, names, work, until)
 
     def copy(self, cache: Cache, sources: jax.Array, targets: jax.Array, count: jax.Array) -> Cache:
-        """The cache after as many copies of pages on every device, see `turns.copy_pages`."""
+        """The cache after the first `count` of each device's pages `sources` went to `targets`."""
 
         def local(cache, sources, targets, count):
-            return _kept(turns.copy_pages(_own(cache), sources, targets, count))
+            own = _own(cache)
+            return _kept(slots.copy_pages(own, lambda at: (sources[at], targets[at]), count))
 
         ins = _EACH, _ROWS, _ROWS, _WHOLE
         return _over(self.on, local, ins, _EACH)(cache, sources, targets, count)
@@ -181,18 +179,14 @@ def _own(tree: Any) -> Any:
 def split(prompts: int, samples: int, parts: int) -> tuple[int, int]:
     """(blocks of the prompts, shares of a prompt's samples) that make equal `parts` of both.
 
-    Prompts are split as far as they go, then the samples of a prompt. `parts` must divide
-    `prompts` x `samples`.
+    Prompts are split as far as they go. `parts` must divide `prompts` x `samples`.
     """
     blocks = gcd(prompts, parts)
     return blocks, parts // blocks
 
 
 def rows_of_parts(prompts: int, samples: int, parts: int) -> np.ndarray:
-    """i64[parts, prompts x samples / parts], the rows that `split` gives to each part.
-
-    In both orders prompts are major.
-    """
+    """i64[parts, prompts x samples / parts], the rows that `split` gives to each part."""
     blocks, shares = split(prompts, samples, parts)
     rows = np.arange(prompts * samples).reshape(blocks, prompts // blocks, shares, -1)
     return rows.swapaxes(1, 2).reshape(parts, -1)
@@ -222,15 +216,11 @@ def in_order(tree: Any, blocks: int, shares: int, size: int) -> Any:
 
 def policy(execution: Execution, on: Mesh, *, learning: Learning) -> Policy:
     """The policy that an execution computes, on its mesh."""
+    size = {"micro_batch": learning.micro_batch, "micro_batch_tokens": learning.micro_batch_tokens}
     return Policy(
         prepare=execution.prepare,
         to_masters=partial(_to_masters, execution),
-        score=scoring(
-            execution,
-            on,
-            micro_batch=learning.micro_batch,
-            micro_batch_tokens=learning.micro_batch_tokens,
-        ),
+        score=scoring(execution, on, **size),
         gradient=gradient(execution, on, learning=learning),
         norm=gradient_norm(execution, on),
         experts=execution.config.num_experts,
@@ -263,17 +253,22 @@ def scoring(
     micro_batch: int | None,
     micro_batch_tokens: int | None = None,
 ) -> Callable[..., Any]:
-    """(weights, rollout, energy=False) -> as `experience.score_rows`; whole on every device."""
+    """(weights, rollout, energy=False) -> as `learner.score_rows`; whole on every device."""
     where = execution.placement
-    tokens = _local_tokens(micro_batch_tokens, where)
+    tokens = micro_batch_tokens and micro_batch_tokens // where.shards  # of a device
 
     def local(weights, rollout: Rollout, micro: int | None, energy: bool):
         forward = partial(score, execution=execution, buffer=tokens)
-        options: Any = {"micro_batch": micro, "micro_batch_tokens": tokens, "energy": energy}
-        agree = partial(_largest, where)
-        return collectives.whole_rows(
-            score_rows(forward, weights, rollout, agree=agree, **options), where
+        scores = learner.score_rows(
+            forward,
+            weights,
+            rollout,
+            micro_batch=micro,
+            micro_batch_tokens=tokens,
+            energy=energy,
+            agree=partial(_largest, where),
         )
+        return collectives.whole_rows(scores, where)
 
     def scored(weights, rollout: Rollout, *, energy: bool = False):
         micro = _local_micro_batch(micro_batch, rollout.lengths.shape[0], where)
@@ -292,26 +287,31 @@ def gradient(execution: Execution, on: Mesh, *, learning: Learning) -> Callable[
     `adapters`, theirs, in their parts.
     """
     where = execution.placement
-    local_tokens = _local_tokens(learning.micro_batch_tokens, where)
+    tokens_here = learning.micro_batch_tokens and learning.micro_batch_tokens // where.shards
 
     def differentiate(weights, batch: Experience, token_weights, *, adapters=None):
         micro = _local_micro_batch(learning.micro_batch, batch.mask.shape[0], where)
         # For this device's rows; the noise is measured between micro-batches of all devices.
-        local_learning = replace(
-            learning, micro_batch=micro, micro_batch_tokens=local_tokens, noise_scale=False
-        )
+        here = {"micro_batch": micro, "micro_batch_tokens": tokens_here}
+        local_learning = replace(learning, noise_scale=False, **here)
 
         def local(weights, rows, adapters=None):
-            forward = partial(score, execution=execution, buffer=local_tokens)
+            forward = partial(score, execution=execution, buffer=tokens_here)
             sums = None if adapters else gradient_sums(weights, execution=execution)
-            options = {"learning": local_learning, "sums": sums, "adapters": adapters}
-            options["agree"] = partial(_largest, where)
-            gradients, tokens = learner.gradient_rows(forward, weights, *rows, **options)
+            gradients, tokens = learner.gradient_rows(
+                forward,
+                weights,
+                *rows,
+                learning=local_learning,
+                sums=sums,
+                adapters=adapters,
+                agree=partial(_largest, where),
+            )
             return tokens, gradients
 
         trained = () if adapters is None else (adapters,)
         call = differentiating(execution, on, local)
-        deal, back = _dealing(batch.rollout, where, local_tokens)
+        deal, back = _dealing(batch.rollout, where, tokens_here)
         tokens, gradients = call(weights, deal((batch, token_weights)), *trained)
         return gradients, back(tokens)
 
@@ -323,25 +323,17 @@ def _largest(where: Placement, number: jax.Array) -> jax.Array:
     return jnp.max(collectives.whole_rows(number[None], where))
 
 
-def _local_tokens(tokens: int | None, where: Placement) -> int | None:
-    """A device's tokens of each micro-batch."""
-    return None if tokens is None else tokens // where.shards
-
-
 def _dealing(
     rollout: Rollout, where: Placement, tokens: int | None
 ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """What orders trees of rows so that every device has about as many tokens, and the way back.
-
-    Micro-batches of rows, with `tokens` None, stay in their order.
-    """
+    """What orders trees of rows so that every device has about as many tokens, and the way back."""
     if tokens is None or where.shards == 1:
         return lambda tree: tree, lambda tree: tree
 
     def at(order: jax.Array, tree: Any) -> Any:
         return jax.tree.map(lambda x: x[order], tree)
 
-    order = micro_batches.deal(micro_batches.whole_lengths(rollout), where.shards)
+    order = deal(whole_lengths(rollout), where.shards)
     return partial(at, order), partial(at, jnp.argsort(order))
 
 
@@ -354,7 +346,12 @@ def differentiating(execution: Execution, on: Mesh, local: Callable) -> Callable
     where = execution.placement
 
     def differentiate(weights, rows, *adapters):
-        leaf_axes = _differentiated(execution, bool(adapters))
+        if adapters and execution.lora is not None:
+            leaf_axes = low_rank.axes(execution.config, execution.lora)
+        else:
+            leaf_axes = weight_axes(execution.config, execution.numerics)
+            if shares_gradient(execution):
+                del leaf_axes["head"]
 
         def summed(*args):
             tokens, gradients = local(*args)
@@ -366,16 +363,6 @@ def differentiating(execution: Execution, on: Mesh, local: Callable) -> Callable
         return _over(on, summed, ins, (_WHOLE, in_parts))(weights, rows, *adapters)
 
     return differentiate
-
-
-def _differentiated(execution: Execution, adapted: bool) -> Any:
-    """Logical axes of the gradient of adapters, or of the compute weights."""
-    if adapted and execution.lora is not None:
-        return low_rank.axes(execution.config, execution.lora)
-    leaf_axes = weight_axes(execution.config, execution.numerics)
-    if shares_gradient(execution):
-        del leaf_axes["head"]
-    return leaf_axes
 
 
 def gradient_norm(execution: Execution, on: Mesh) -> Callable[..., jax.Array]:

@@ -49,10 +49,7 @@ _ADAMW = optimizers.adamw(optimizers.Rate(1e-6))
 
 @dataclass(frozen=True)
 class Training:
-    """How every step of a run is drawn and learnt from.
-
-    `programs.build` compiles it, and `varied` makes another one of it.
-    """
+    """How every step of a run is drawn and learnt from. `programs.build` compiles it."""
 
     execution: Execution
     """The policy; its placement is the learner's. Its routing is that of `learning`."""
@@ -96,9 +93,8 @@ class Training:
     def _check_values(self) -> None:
         """Refuses what is no value of its kind; `check_kinds` knows the plain kinds alone."""
         if not isinstance(self.sampler, Sampler):
-            raise InputError(
-                f"sampler must be a tim_jax.rl.training.Sampler, got {shown(self.sampler)}"
-            )
+            got = shown(self.sampler)
+            raise InputError(f"sampler must be a tim_jax.rl.training.Sampler, got {got}")
         for name, value, kind in (
             ("placement", self.execution.placement, Placement),
             ("sampler_placement", self.sampler.placement or SINGLE, Placement),
@@ -144,15 +140,8 @@ class Training:
         """The number of the mini-batch that each update of a step takes, from 0."""
         return tuple(range(self.mini_batches)) * self.epochs
 
-    def mini_batch(self, batch: Experience, index: jax.Array) -> Experience:
-        """The rows of a step's mini-batch `index`, from 0."""
-        return mini_batch(batch, index, count=self.mini_batches)
-
     def init(self, params: Any) -> TrainState:
-        """Returns the state before the first step: fresh optimizer, correction and counters.
-
-        `params` are what is trained: all parameters, or the adapters alone.
-        """
+        """Returns the state before the first step; `params` are all parameters, or adapters."""
         objective = self.learning.objective
         adapted = objective.controller is not None
         return TrainState(
@@ -163,6 +152,10 @@ class Training:
             skipped=jnp.int32(0),
             reward_kl=jnp.float32(objective.reward_kl_coefficient) if adapted else None,
         )
+
+    def mini_batch(self, batch: Experience, index: jax.Array) -> Experience:
+        """Returns the rows of a step's experience that mini-batch `index` of `order` has."""
+        return mini_batch(batch, index, count=self.mini_batches)
 
     @property
     def updates(self) -> int:
@@ -185,11 +178,7 @@ class Training:
         return lcm(prompts, drawn)
 
     def sampler_devices(self, devices: Devices) -> Devices:
-        """What the sampler's mesh is made of, where there are `devices`.
-
-        Raises:
-          InputError: too few for a sampler with devices of its own.
-        """
+        """What the sampler's mesh is made of; raises `InputError` where these are too few."""
         if not self.sampler.own_devices:
             return devices
         return placement.split(self.execution.placement, self.drawing.placement, devices)
@@ -202,25 +191,33 @@ class Training:
           InputError: entries of the dial that the sampler cannot have.
         """
         learning, sampler = self.learning, self.sampler
-        rules.check_counts(
-            prompts_per_step=self.prompts_per_step,
-            mini_batches=self.mini_batches,
-            epochs=self.epochs,
-            length_buckets=self.length_buckets,
-        )
+        objective, samples, micro = learning.objective, learning.samples, learning.micro_batch
+        counts = "prompts_per_step", "mini_batches", "epochs", "length_buckets"
+        rules.check_counts(**{name: getattr(self, name) for name in counts})
         rules.check_learning(
-            learning.objective,
+            objective,
             learning.correction,
             mode=learning.mode,
-            samples=learning.samples,
+            samples=samples,
             updates=self.updates,
         )
         if self.execution.sampling.truncated:
-            learning.objective.check_whole_distribution()
-        rules.check_length(learning.objective)
-        rules.check_reward_kl(learning.objective, sequences=self.sequences)
-        rules.check_refills(self.refills, learning.objective, samples=learning.samples)
-        self._check_rows()
+            objective.check_whole_distribution()
+        rules.check_length(objective)
+        rules.check_reward_kl(objective, sequences=self.sequences)
+        rules.check_refills(self.refills, objective, samples=samples)
+        parts: Any = {"mini_batches": self.mini_batches, "micro_batch": micro}
+        rules.check_rows(prompts=self.prompts_per_step, samples=samples, **parts)
+        if learning.noise_scale:
+            rules.check_noise_scale(sequences=self.rows, micro_batch=micro, samples=samples)
+        rules.check_learner_rows(self.execution.placement, sequences=self.sequences, **parts)
+        rules.check_sampler_rows(
+            self.drawing.placement,
+            prompts=self.prompts_per_step,
+            sequences=self.sequences,
+            slots=sampler.batching.slots,
+            greedy=learning.needs_greedy,
+        )
         rules.check_staleness(sampler.max_staleness, offload=self.offload)
         if sampler.max_staleness:
             dial.refuse_ahead(sampler.mismatch)
@@ -242,32 +239,6 @@ class Training:
             raise sampler.mismatch.in_flight.refuse("is for responses of one turn")
         rules.check_credit(learning.credit, learning.objective)
         rules.check_cut(turns.history, noise_scale=learning.noise_scale)
-
-    def _check_rows(self) -> None:
-        learning, micro = self.learning, self.learning.micro_batch
-        rules.check_rows(
-            prompts=self.prompts_per_step,
-            samples=learning.samples,
-            mini_batches=self.mini_batches,
-            micro_batch=micro,
-        )
-        if learning.noise_scale:
-            rules.check_noise_scale(
-                sequences=self.rows, micro_batch=micro, samples=learning.samples
-            )
-        rules.check_learner_rows(
-            self.execution.placement,
-            sequences=self.sequences,
-            mini_batches=self.mini_batches,
-            micro_batch=micro,
-        )
-        rules.check_sampler_rows(
-            self.drawing.placement,
-            prompts=self.prompts_per_step,
-            sequences=self.sequences,
-            slots=self.sampler.batching.slots,
-            greedy=learning.needs_greedy,
-        )
 
     def check_devices(self, devices: Devices) -> None:
         """Refuses devices that cannot hold the meshes, or cannot send their state to the host."""
@@ -316,9 +287,8 @@ def _places() -> dict[str, tuple[tuple[str, ...], str]]:
         (): Training,
     }
     found = {one.name: (path, one.name) for path, kind in rooms.items() for one in fields(kind)}
-    found |= {
-        name: (("execution",), name) for name in ("placement", "numerics", "sampling", "lora")
-    }
+    own = "placement", "numerics", "sampling", "lora"
+    found |= {name: (("execution",), name) for name in own}
     return found | {"sampler_placement": (("sampler",), "placement")}
 
 

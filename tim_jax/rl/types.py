@@ -1,8 +1,13 @@
-"""The learner's values: its state, a step's experience, and how rollouts become gradients."""
+"""The learner's values: its state, a step's experience, and how rollouts become gradients.
 
-import dataclasses
+The rows of an update are computed in micro-batches, parts that bound its memory (`scan`). All have
+as many rows, padded to the longest, or as many tokens. Those of tokens are filled by sequences of
+different lengths (`scoring.Packed`), so that what is computed follows the tokens that there are.
+Which sequences share a micro-batch depends on the lengths alone, and changes no bit of a log-prob.
+"""
+
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
@@ -17,22 +22,20 @@ from tim_jax.common.types import Rollout
 from tim_jax.corrections import Correction, Mode
 from tim_jax.model.execution import Routing
 from tim_jax.model.weights import Params
-from tim_jax.numerics.strict import unequal_bits
-from tim_jax.numerics.sums import count, tree_sum
+from tim_jax.numerics.strict import count, tree_sum, unequal_bits
 from tim_jax.objectives import Objective, advantages
 from tim_jax.rl import rules
 from tim_jax.rl.rules import Credit
 
+_ANY_NUMBER = 2**31 - 1  # of tokens
+
 
 class Policy(NamedTuple):
-    """A policy as the learner uses it: functions of its weights, on one device or a mesh.
-
-    `sharded.policy` makes one of an execution, on its mesh.
-    """
+    """A policy as the learner uses it, see `sharded.policy`: functions of its weights."""
 
     prepare: Callable[..., Any]  # parameters -> compute weights
     to_masters: Callable[..., Any]  # gradient of the weights, parameters -> gradient of these
-    score: Callable[..., tuple[jax.Array, jax.Array | None]]  # as `experience.score_rows`
+    score: Callable[..., tuple[jax.Array, jax.Array | None]]  # as `learner.score_rows`
     gradient: Callable[..., tuple[Any, dict[str, jax.Array]]]  # as `learner.gradient_rows`
     norm: Callable[..., jax.Array]  # gradient of the parameters -> f32[]
     experts: int = 0  # of a layer, in a mixture
@@ -40,10 +43,7 @@ class Policy(NamedTuple):
     renewed: Callable[..., Any] = lambda old, new: new
 
     def scaled(self, scale: jax.Array | None) -> "Policy":
-        """The policy whose gradients are those of `scale`, f32[], times the loss; None: itself.
-
-        Its `norm` takes such gradients, and is that of the loss's own.
-        """
+        """The policy whose gradients, but not their norms, are of `scale` f32[] times the loss."""
         if scale is None:
             return self
 
@@ -54,7 +54,7 @@ class Policy(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """State that the preparation of a step takes from the step before and passes on."""
+    """State that the preparation of a step takes from the step before."""
 
     correction: Any  # the corrections' state, a block each
     reward_kl: Any = None  # f32[], the adapted coefficient of the KL in the reward, if there is one
@@ -75,7 +75,7 @@ class TrainState:
 
     @property
     def carried(self) -> Carried:
-        """Its parts that `experience.experience` reads."""
+        """Its parts that `learner.experience` reads."""
         return Carried(self.correction, self.reward_kl)
 
 
@@ -128,10 +128,10 @@ class Prepared(NamedTuple):
 class Learning:
     """How rollouts become gradients."""
 
-    objective: Objective = dataclasses.field(default_factory=Objective)
+    objective: Objective = field(default_factory=Objective)
     samples: int = 8
     mode: Mode = "bypass"
-    correction: Correction = dataclasses.field(default_factory=corrections.none)
+    correction: Correction = field(default_factory=corrections.none)
     micro_batch: int | None = None  # sequences per forward and backward; None: all of them
     # Tokens per forward and backward, prompts included: sequences lie in it without padding.
     micro_batch_tokens: int | None = None
@@ -152,7 +152,8 @@ class Learning:
                 "objective must be one that tim_jax.objectives makes, such as grpo(); got"
                 f" {shown(objective)}"
             )
-        check_choice("Learning: credit", self.credit, get_args(Credit))
+        for name, kind in (("mode", Mode), ("routing", Routing), ("credit", Credit)):
+            check_choice(f"Learning: {name}", getattr(self, name), get_args(kind))
         object.__setattr__(self, "correction", corrections.chain(self.correction))
         rules.check_learning(
             objective, self.correction, mode=self.mode, samples=self.samples, updates=1
@@ -188,8 +189,8 @@ class Learning:
     def needs_whole_update(self) -> bool:
         """True if an update needs all its rows' log-probs before it can differentiate any of them.
 
-        That is so if the loss depends on a statistic over all of them: of a correction, of a loss
-        that selects tokens, or of a denominator that changes with the update's rejections.
+        Then the loss depends on a statistic over all of them: of a correction, of a loss that
+        selects tokens, or of a denominator that changes with the update's rejections.
         """
         update = self.stages.update
         rejects = "reject" in update.effects and self.objective.counts_kept
@@ -197,10 +198,7 @@ class Learning:
 
 
 def exactness(log_probs: jax.Array, rollout: Rollout) -> Exactness:
-    """Compares the learner's log-probs [B, R] with those that the rollout recorded.
-
-    A value that is not finite counts as unequal: two NaNs do not agree.
-    """
+    """Compares log-probs [B, R] with the recorded ones; two NaNs do not agree."""
     mask, recorded = rollout.mask, rollout.log_probs
     unequal = mask & unequal_bits(log_probs, recorded)
     difference = jnp.where(mask, jnp.abs(log_probs - recorded), 0.0)
@@ -233,3 +231,116 @@ def mini_batch(batch: Experience, index: jax.Array, *, count: int) -> Experience
     size = rows // count
     take: Callable = partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0)
     return jax.tree.map(lambda x: take(x, index * size), batch)
+
+
+def scan(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    rows: Any,
+    rollout: Rollout,
+    *,
+    size: int | None,
+    tokens: int | None,
+    without: Callable[[Any, jax.Array], Any],
+    agree: Callable[[jax.Array], jax.Array],
+) -> tuple[Any, Any]:
+    """`lax.scan` over micro-batches of at most `size` rows, or of at most `tokens` tokens too.
+
+    Args:
+      step: (carry, rows [size, ...]) -> (carry, tree of arrays [size, R]).
+      rows: a tree of arrays [B, ...].
+      rollout: the sequences of the rows. Where an episode has several rows, the empty ones are not
+        computed.
+      size: None: as many as there are sequences, or episodes.
+      tokens: no sequence has more, its prompt included.
+      without: (rows [size, ...], bool[size]) -> these without the rows that are False, which stand
+        in where a part has fewer.
+      agree: i32[], the number of parts here -> the largest that a device beside it has: all of them
+        must compute as many.
+
+    Returns:
+      The carry, and the arrays as [B, R].
+    """
+    count = rollout.lengths.shape[0]
+    size = min(size or count // rollout.parts, count)
+    if tokens is None and rollout.parts == 1:
+        if size == count:
+            return step(carry, rows)
+        carry, made = jax.lax.scan(step, carry, split_rows(rows, size))
+        return carry, jax.tree.map(lambda x: x.reshape(count, -1), made)
+    part_of = fill(whole_lengths(rollout), tokens=tokens or _ANY_NUMBER, rows=size)
+    there = part_of if rollout.parts == 1 else jnp.where(rollout.lengths > 0, part_of, 0)
+    parts = agree(jnp.max(there) + 1)
+
+    def part(number: jax.Array) -> tuple[jax.Array, Any]:
+        (chosen,) = jnp.nonzero(part_of == number, size=size, fill_value=count)
+        own = jax.tree.map(lambda x: x.at[chosen].get(mode="clip"), rows)
+        return chosen, without(own, chosen < count)
+
+    def one(number: jax.Array, state: Any) -> Any:
+        carry, made = state
+        chosen, own = part(number)
+        carry, new = step(carry, own)
+        put = partial(jax.tree.map, lambda x, y: x.at[chosen].set(y, mode="drop"))
+        return carry, put(made, new)
+
+    shapes = jax.eval_shape(lambda carry: step(carry, part(jnp.int32(0))[1])[1], carry)
+    made = jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), shapes)
+    return jax.lax.fori_loop(0, parts, one, (carry, made))
+
+
+def fill(lengths: jax.Array, *, tokens: int, rows: int) -> jax.Array:
+    """i32[B], the part of each sequence, from 0: the longest first, each to the first with room.
+
+    First-fit decreasing needs at most 11 parts for every 9 of the best filling (Johnson 1973).
+    """
+    count = lengths.shape[0]
+
+    def one(state: tuple[jax.Array, jax.Array], length: jax.Array):
+        held, number = state
+        fits = (held + length <= tokens) & (number < rows)
+        part = jnp.argmax(fits)
+        return (held.at[part].add(length), number.at[part].add(1)), part
+
+    order = jnp.argsort(-lengths, stable=True)
+    empty = jnp.zeros((count,), jnp.int32)
+    _, parts = jax.lax.scan(one, (empty, empty), lengths[order].astype(jnp.int32))
+    return jnp.zeros((count,), jnp.int32).at[order].set(parts.astype(jnp.int32))
+
+
+def deal(lengths: jax.Array, shares: int) -> jax.Array:
+    """i32[B], an order of the rows whose equal `shares` have about as many tokens each.
+
+    Rows are dealt by length, there and back: 1, 2, 3, 3, 2, 1, ...
+    """
+    order = jnp.argsort(-lengths, stable=True)
+    dealt = order.reshape(-1, shares)
+    back = (jnp.arange(dealt.shape[0]) % 2 == 1)[:, None]
+    return jnp.where(back, dealt[:, ::-1], dealt).T.reshape(-1)
+
+
+def whole_lengths(rollout: Rollout) -> jax.Array:
+    """i32[B], tokens of the sequences, prompts included."""
+    return rollout.prompt_lengths + rollout.lengths
+
+
+def rollout_without(rollout: Rollout, there: jax.Array) -> Rollout:
+    """The rollout, of which the rows that are False in bool[B] have no token."""
+    return replace(rollout, lengths=jnp.where(there, rollout.lengths, 0))
+
+
+def experience_without(batch: Experience, there: jax.Array) -> Experience:
+    """The same of experience."""
+    rollout = rollout_without(batch.rollout, there)
+    mask, kept = batch.mask & there[:, None], batch.kept & there[:, None]
+    return replace(batch, rollout=rollout, mask=mask, kept=kept)
+
+
+def cut_rollout(rollout: Rollout, width: int) -> Rollout:
+    """A rollout whose responses are at most `width` tokens, without the padding beyond."""
+    wide = ("responses", "log_probs", "drawn_log_probs", "hidden", "supports", "drawn")
+    cut = {name: getattr(rollout, name) for name in wide}
+    cut = {name: None if x is None else x[:, :width] for name, x in cut.items()}
+    if rollout.routes is not None:  # by position, the prompt's first
+        cut["routes"] = rollout.routes[:, : rollout.prompts.shape[1] + width]
+    return replace(rollout, **cut)

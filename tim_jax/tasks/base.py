@@ -1,30 +1,40 @@
 """What a task is: prompts with answers, some of them held out, and a grader of completions.
 
-A `Task` is a value. Nothing here knows about models, tokens or devices: a task gives text and takes
-text. The order in which training prompts are visited is a pure function of (seed, step), so a
-resumed run needs no state to see the same data.
+A `Task` is a value. Nothing here knows about models or devices. The order in which training prompts
+are visited is a pure function of (seed, step), so a resumed run needs no state to see the same
+data.
 
-Also what the tasks share: random draws that do not change between versions of Python, checks of
-numbers, and a grader that divides its work among the processes of a job.
+In a task of several turns the policy and an environment take turns, and write into one row of
+tokens that is only ever appended to. The policy's tokens stay as they were drawn; a reply is
+rendered once, as tokens that follow them. Where a chat template rewrites what was said, an episode
+may go on in a new row. A turn ends in a reply, or in a failure, which ends its episode with a
+reward of 0 for this turn:
+
+  time limit   the environment did not reply in time
+  crash        its process ended, or closed its files
+  raised       it raised an exception
+  reply        what it returned is no reply, or cannot become tokens
 """
 
 import json
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, Literal, Protocol, overload
 
 import numpy as np
 
 from tim_jax.common.errors import InputError
-from tim_jax.common.inputs import shown
-from tim_jax.tasks.episodes import Answering
+from tim_jax.common.inputs import check_whole, shown
 
 Fault = Literal["timeout", "error"]
 TIMEOUT: Fault = "timeout"
 ERROR: Fault = "error"
 EOS = "<eos>"  # of a tokenizer with one token per character
+# Larger sizes are slips, and would keep a run busy with making problems instead of saying so.
+MOST_TRAINING, MOST_HELD_OUT = 10**7, 10**5
+_LONGEST_LINE = 500  # characters of an exception's message that is shown or written down
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,9 @@ class Message:
 
     role: str
     content: str
+
+
+Prompt = str | tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +57,7 @@ class Example:
     place that it was read from, for messages, such as `train.jsonl, line 3`.
     """
 
-    prompt: str | tuple[Message, ...]
+    prompt: Prompt
     answer: str
     data: Mapping[str, Any] = field(default_factory=dict, hash=False)
     solution: str | None = None
@@ -64,6 +77,145 @@ class Grade:
 
 
 Grader = Callable[[Sequence[Example], Sequence[str]], list[Grade]]
+
+# What takes turns with the policy.
+
+ChatMessage = Mapping[str, Any]  # with role and content, as chat templates take it
+Content = str | Sequence[ChatMessage] | Sequence[int] | np.ndarray
+Failure = Literal["time limit", "crash", "raised", "reply"]
+History = Literal["refuse", "keep", "cut"]  # what is done where a template rewrites earlier turns
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """One turn of the policy.
+
+    Attributes:
+      text: the tokens as text, without the end token.
+      tokens: i32[n], as they were drawn, the end token included.
+      ended: whether the policy ended its turn. False: it was cut at `max_tokens`.
+      message: what the tokenizer's response template reads in it, with `tool_calls` if there are
+        some. None: the tokenizer has no such template, or it reads nothing.
+      thinking: whether the chat template has opened a thought ahead of it, by `<think>`.
+    """
+
+    text: str
+    tokens: np.ndarray
+    ended: bool
+    message: ChatMessage | None = None
+    thinking: bool = False
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the environment says to a completion.
+
+    Attributes:
+      content: text, which becomes the next user's message; messages; or tokens, which follow the
+        completion as they are. Nobody reads it where `done`.
+      reward: of this turn, a finite number. An episode's reward is the sum over its turns.
+      done: whether the episode ends here.
+    """
+
+    content: Content = ""
+    reward: float | np.floating = 0.0
+    done: bool = False
+
+
+class Packed(bytes):
+    """A state as its pickle. Only the environment's own process looks into it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A completion that waits for its environment.
+
+    Attributes:
+      prompt, sample, turn: which one it is within the step, from 0.
+      state: the episode's, as the last outcome left it; before the first turn its row's.
+      key: u32[2], of (seed, step, prompt, sample, turn).
+      asked: the episode's prompt, text or messages; None if nobody said.
+    """
+
+    prompt: int
+    sample: int
+    turn: int
+    completion: Completion
+    state: Any
+    key: np.ndarray
+    asked: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What an environment says to a turn, before it becomes tokens. The fields are `Outcome`'s."""
+
+    state: Any
+    content: Content = ""
+    reward: float = 0.0
+    done: bool = False
+    failure: str | None = None
+
+
+def failed(state: Any, kind: Failure, what: str) -> Answer:
+    """The answer of an environment that failed: its episode ends here, without a reward."""
+    return Answer(state, done=True, failure=f"{kind}: {what}")
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What an environment makes of one turn.
+
+    Attributes:
+      state: the episode's next.
+      tokens: i32[n], to append: all that stands between the completion and the next turn. Empty
+        where `done`.
+      failure: why the environment did not reply, beginning with a `Failure`. Then the reward is 0
+        and `done` holds.
+      anew: i32[m], where what was said cannot be appended to: all tokens that the next turn is
+        drawn after, in a new row of the episode. None: `tokens` are appended.
+    """
+
+    state: Any
+    tokens: np.ndarray
+    reward: float | np.floating = 0.0
+    done: bool = False
+    failure: str | None = None
+    anew: np.ndarray | None = None
+
+
+class Answering(Protocol):
+    """An environment that answers in text."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Those of the messages in a usual reply, checked before a run; none if it is tokens."""
+        ...
+
+    @property
+    def tools(self) -> tuple[Any, ...]:
+        """What its prompts declare, as JSON schemas."""
+        ...
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether it reads calls of tools by `tools.read_calls`."""
+        ...
+
+    def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
+        """Yields (index in `turns`, answer) for each, in the order in which they are there."""
+        ...
+
+
+class Environment(Protocol):
+    """An environment that answers in tokens, which a loop asks."""
+
+    def outcomes(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Outcome]]:
+        """Yields (index in `turns`, outcome) for each, in the order in which they are there."""
+        ...
+
+
+# What a run is given.
 
 
 @dataclass(frozen=True)
@@ -109,15 +261,20 @@ def state_of(example: Example) -> Any:
     return example.data.get("state", example.answer)
 
 
-class Lazy(Sequence[Example], ABC):
-    """`size` examples that are made whenever they are read."""
+@dataclass(frozen=True)
+class Lazy(Sequence[Example]):
+    """`size` examples that are made whenever they are read.
 
+    Attributes:
+      made: rows, each from 0 to `size` - 1 -> their examples.
+      at_a_time: so many are made together where all are read.
+      source: what is closed with them, if it can be.
+    """
+
+    made: Callable[[Sequence[int]], list[Example]]
     size: int
-    at_a_time: ClassVar[int] = 1  # are made together where all are read
-
-    @abstractmethod
-    def made(self, rows: Sequence[int]) -> list[Example]:
-        """The examples of these rows, each from 0 to `size` - 1."""
+    at_a_time: int = 1
+    source: object = None
 
     def __len__(self) -> int:
         return self.size
@@ -137,16 +294,16 @@ class Lazy(Sequence[Example], ABC):
         for start in range(0, self.size, self.at_a_time):
             yield from self[start : start + self.at_a_time]
 
+    def close(self) -> None:
+        """Closes the examples' source."""
+        close(self.source)
 
-@dataclass(frozen=True)
+
 class Generated(Lazy):
     """A sequence whose item i is `make(i)`."""
 
-    make: Callable[[int], Example]
-    size: int
-
-    def made(self, rows: Sequence[int]) -> list[Example]:
-        return [self.make(row) for row in rows]
+    def __init__(self, make: Callable[[int], Example], size: int, source: object = None) -> None:
+        super().__init__(lambda rows: [make(row) for row in rows], size, source=source)
 
 
 def faults(grades: Sequence[Grade]) -> dict[str, int]:
@@ -204,8 +361,17 @@ def below(rng: random.Random, n: int) -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an exception's message, or its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Returns the first line of an exception's message, cut if long, or its type if it has none."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}..."
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is a value of JSON."""
+    with suppress(ValueError, RecursionError):
+        json.loads(text)
+        return True
+    return False
 
 
 def span(name: str, value: object, least: int, largest: int) -> tuple[int, int]:
@@ -217,6 +383,17 @@ def span(name: str, value: object, least: int, largest: int) -> tuple[int, int]:
         f"{name} must be two whole numbers (fewest, most), the first at least {least} and"
         f" not above the second, which is at most {largest}; got {shown(value)}"
     )
+
+
+def check_sizes(train_size: object, eval_size: object) -> None:
+    """Refuses sizes of a task's parts that are below 1, or too large to be meant."""
+    check_whole("train_size", train_size, least=1, most=MOST_TRAINING)
+    check_whole("eval_size", eval_size, least=1, most=MOST_HELD_OUT)
+
+
+def last_text(prompt: str | Sequence[Message]) -> str:
+    """Returns a prompt's text, or that of its last message."""
+    return prompt if isinstance(prompt, str) else prompt[-1].content if prompt else ""
 
 
 def share(name: str, value: object) -> float:

@@ -28,7 +28,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -36,19 +37,20 @@ from transformers import PreTrainedTokenizerFast
 
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import shown
-from tim_jax.tasks.base import close, first_line
-from tim_jax.tasks.episodes import (
+from tim_jax.tasks.base import (
     Answer,
     Answering,
+    ChatMessage,
     Completion,
     Content,
     History,
-    Message,
     Outcome,
     Turn,
+    close,
     failed,
+    first_line,
 )
-from tim_jax.tasks.text import encode_text, has_content, render_chat
+from tim_jax.tasks.text import check_kept, encode_text, render_chat
 from tim_jax.tasks.tools import CLOSES, OPENS, Call, read_calls
 
 KEPT = 4096  # replies whose bridges are kept
@@ -75,7 +77,7 @@ class Talk:
     """
 
     state: Any
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     text: str = ""
 
 
@@ -148,7 +150,7 @@ class Bridge:
             return self._own(content)
         if not self.templated:
             text = "\n\n".join(str(message["content"]) for message in messages)
-            ids = encode_text(self.tokenizer, text, where=WHERE)
+            ids = self._encode(text)
             return np.array(ids if completion.ended else [*self._end, *ids], np.int32)
         ids, end = self._rendered(json.dumps(messages))
         return ids[end:] if completion.ended else ids
@@ -181,15 +183,14 @@ class Bridge:
         said = str(self.tokenizer.decode(drawn.tolist(), skip_special_tokens=False))
         messages = (*talk.messages, completion.message or _said(said), *reply)
         after = Talk(talk.state, messages, self._write(*messages))
-        _check_told(reply, after.text)
-        so_far, encode = f"{talk.text}{said}", partial(encode_text, self.tokenizer, where=WHERE)
-        closing = self._closing(tuple(str(message["role"]) for message in reply))
+        check_kept(reply, after.text, WHERE)
+        so_far, closing = f"{talk.text}{said}", self._closing(_roles(reply))
         if closing is not None and after.text.startswith(so_far):
-            ids = encode(after.text[len(so_far) :])
+            ids = self._encode(after.text[len(so_far) :])
             if tuple(ids[: len(closing)]) == closing:
                 start = len(closing) if completion.ended else 0
                 return after, np.array(ids[start:], np.int32), None
-        return after, np.zeros(0, np.int32), np.array(encode(after.text), np.int32)
+        return after, np.zeros(0, np.int32), np.array(self._encode(after.text), np.int32)
 
     def read(self, completion: Completion) -> Completion:
         """Returns the completion with what the tokenizer's response template reads in it.
@@ -202,11 +203,9 @@ class Bridge:
         if template is None:
             return completion
         text = self.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=False)
-        prefix = self._ahead
         try:
-            message = self.tokenizer.parse_response(
-                text, prefix=prefix, tools=self.options.get("tools")
-            )
+            tools = self.options.get("tools")
+            message = self.tokenizer.parse_response(text, prefix=self._ahead, tools=tools)
         except Exception as error:  # the policy wrote it
             message = {"role": "assistant", "content": completion.text, "error": first_line(error)}
         return replace(completion, message=message)
@@ -214,8 +213,8 @@ class Bridge:
     @cached_property
     def _shows_ends_of_thoughts(self) -> bool:
         """False if the end of a thought is a special token, which no completion's text has."""
-        ids = encode_text(self.tokenizer, CLOSES, where=WHERE)
-        return CLOSES in str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        text = self.tokenizer.decode(self._encode(CLOSES), skip_special_tokens=True)
+        return CLOSES in str(text)
 
     @cached_property
     def _ahead(self) -> str:
@@ -237,11 +236,11 @@ class Bridge:
 
     def _render(self, reply: str) -> tuple[np.ndarray, int]:
         """A reply's bridge after a turn that was cut, and how much of it one that ended has."""
-        messages: list[Message] = json.loads(reply)
-        closing = self._closing(tuple(str(message["role"]) for message in messages)) or ()
+        messages: list[ChatMessage] = json.loads(reply)
+        closing = self._closing(_roles(messages)) or ()
         after = self._after(messages)
-        _check_told(messages, after)
-        ids = encode_text(self.tokenizer, after, where=WHERE)
+        check_kept(messages, after, WHERE)
+        ids = self._encode(after)
         if tuple(ids[: len(closing)]) != closing:
             raise InputError(f"{WHERE}: the end of the turn before it depends on what follows")
         return np.array(ids, np.int32), len(closing)
@@ -265,19 +264,20 @@ class Bridge:
         elif fault := self._fault(reply):
             raise InputError(f"episodes of several turns: the chat template {fault}")
         # Ahead of the reply's text only the policy's turn can end.
-        ahead = encode_text(
-            self.tokenizer, self._after(reply).partition("Reply 0.")[0], where=WHERE
-        )
+        ahead = self._encode(self._after(reply).partition("Reply 0.")[0])
         ends = [i + 1 for i, token in enumerate(ahead) if token in self.stop_tokens]
         return tuple(ahead[: ends[0]]) if ends else ()
 
-    def _fault(self, reply: Sequence[Message]) -> str:
+    def _fault(self, reply: Sequence[ChatMessage]) -> str:
         """Why such replies cannot be appended, or nothing."""
         if changes := self._changes(reply):
             return f"{changes}; {CUT}"
         return self._rewrites(reply) if self.history == "refuse" else ""
 
-    def _write(self, *chat: Message) -> str:
+    def _encode(self, text: str) -> list[int]:
+        return encode_text(self.tokenizer, text, where=WHERE)
+
+    def _write(self, *chat: ChatMessage) -> str:
         return render_chat(self.tokenizer, [*chat], self.options, where=WHERE)
 
     def _written_call(self, arguments: Any) -> str:
@@ -286,17 +286,16 @@ class Bridge:
         call = {"type": "function", "id": "123456789", "function": function}
         text = self._write(_user(ASKED), {**_said(""), "tool_calls": [call]}).rpartition(ASKED)[2]
         opening = self._write(_user(ASKED)).rpartition(ASKED)[2]
-        ids = encode_text(self.tokenizer, text.removeprefix(opening), where=WHERE)
-        ends = [i for i, token in enumerate(ids) if token in self.stop_tokens]
-        said = ids[: ends[0]] if ends else ids
+        ids = self._encode(text.removeprefix(opening))
+        said = [*takewhile(lambda token: token not in self.stop_tokens, ids)]
         return str(self.tokenizer.decode(said, skip_special_tokens=True))
 
-    def _after(self, reply: Sequence[Message]) -> str:
+    def _after(self, reply: Sequence[ChatMessage]) -> str:
         """What the template writes after a turn of the policy to which this is the reply."""
         text = self._write(_user(ASKED), _said(SAID), *reply)
         return text[text.index(SAID, text.index(ASKED)) + len(SAID) :]
 
-    def _changes(self, reply: Sequence[Message]) -> str:
+    def _changes(self, reply: Sequence[ChatMessage]) -> str:
         """How the template writes replies that could not follow what was drawn; or nothing."""
         begun = _user(ASKED), _said(SAID), *reply
         text = self._write(*begun)
@@ -312,7 +311,7 @@ class Bridge:
                 return "moves the system's text behind earlier turns"
         return ""
 
-    def _rewrites(self, reply: Sequence[Message]) -> str:
+    def _rewrites(self, reply: Sequence[ChatMessage]) -> str:
         """How the template rewrites what was said before a reply, or nothing."""
         asked = self._write(_user(ASKED))
         for said, what in ((SAID, ""), (THINKING + SAID, "drops the thinking of earlier turns")):
@@ -335,25 +334,19 @@ def _difference(asked: str, text: str) -> str:
     return f"writes {shown(text[same:].partition(SAID)[0])} for {gone} in earlier turns"
 
 
-def _user(content: str) -> Message:
+def _user(content: str) -> ChatMessage:
     return {"role": "user", "content": content}
 
 
-def _said(content: str) -> Message:
+def _said(content: str) -> ChatMessage:
     return {"role": "assistant", "content": content}
 
 
-def _check_told(messages: Sequence[Message], text: str) -> None:
-    """Refuses messages that a template passes over."""
-    for message in messages:
-        if not has_content(text, message["content"]):
-            raise InputError(
-                f"{WHERE}: the chat template leaves out the message of the role"
-                f" {message['role']!r}: {shown(message['content'])}"
-            )
+def _roles(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
+    return tuple(str(message["role"]) for message in messages)
 
 
-def _messages(content: Content) -> list[Message]:
+def _messages(content: Content) -> list[ChatMessage]:
     """A reply as messages; none if it is tokens."""
     if isinstance(content, str):
         return [_user(content)]

@@ -8,15 +8,11 @@
 
 `addition` is for a language model that can read already; the rest is about the others. The answer
 is what follows the last `#` of a completion; everything before it is working and is not graded. A
-policy may answer at once (`#6`), or work first, which is longer and more often right: so response
-length grows as training discovers that.
+policy may answer at once (`#6`), or work first, which is longer and more often right.
 
 Their text is over `ALPHABET`. With the default sizes a prompt has at most 24 characters and a
 worked completion at most 48. Whether a problem is held out is decided by a hash of its prompt, so
 training and evaluation are disjoint for every seed and size.
-
-`supervised` makes (prompt, completion) pairs of a chosen quality from the worked solutions, for a
-warm start.
 """
 
 import ast
@@ -37,19 +33,21 @@ from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import check_whole
 from tim_jax.tasks.base import (
     EOS,
+    Completion,
     Example,
     Generated,
     Grade,
+    Reply,
     Task,
     below,
+    check_sizes,
     in_turns,
     rng_for,
     share,
     span,
 )
 from tim_jax.tasks.environments import Here
-from tim_jax.tasks.episodes import Completion, Reply
-from tim_jax.tasks.tools import calculator, tools
+from tim_jax.tasks.tools import arithmetic_value, calculator, tools
 
 ALPHABET = "0123456789 +-*()=:>#"
 MARKER = "#"
@@ -58,8 +56,10 @@ HELD_OUT = 8  # one prompt in 8 belongs to the evaluation
 ATTEMPTS = 1000  # draws for one item before its sizes count as too small
 # Larger sizes are slips, and would keep a run busy with making problems instead of saying so.
 LARGEST_PROBLEM, MOST_NUMBERS, LARGEST_NUMBER = 1000, 16, 10**9
-MOST_TRAINING, MOST_HELD_OUT = 10**7, 10**5
 SOLVABLE = 10_000  # draws of numbers and signs for one problem of countdown
+
+# Of all numbers that a problem may have; the product of two such values is still a float's.
+_LARGEST_PRODUCT = LARGEST_NUMBER**MOST_NUMBERS
 
 Draw = Callable[[random.Random], Example]
 Judge = Callable[[Example, str], bool]
@@ -90,11 +90,7 @@ def running_sums(
         steps = [str(sum(terms[: i + 1]) % 10) for i in range(len(terms))]
         return _example("+".join(map(str, terms)) + "=", steps, steps[-1])
 
-    def well_formed(example: Example, answer: str) -> bool:
-        del example
-        return re.fullmatch(r"[0-9]", answer) is not None
-
-    grade = partial(_grade, _same, well_formed, share("format_reward", format_reward))
+    grade = partial(_grade, _same, _as_many_digits, share("format_reward", format_reward))
     return _task("running_sums", draw, grade, seed, (train_size, eval_size))
 
 
@@ -121,10 +117,7 @@ def sorting(
         steps = ["".join(sorted(text[: i + 1])) for i in range(len(text))]
         return _example(text + ">", steps[:-1], steps[-1])
 
-    def well_formed(example: Example, answer: str) -> bool:
-        return re.fullmatch(r"[0-9]+", answer) is not None and len(answer) == len(example.answer)
-
-    grade = partial(_grade, _same, well_formed, share("format_reward", format_reward))
+    grade = partial(_grade, _same, _as_many_digits, share("format_reward", format_reward))
     return _task("sorting", draw, grade, seed, (train_size, eval_size))
 
 
@@ -150,14 +143,18 @@ def countdown(
       largest_target: targets, and all intermediate results of the worked form, are at most this.
     """
     least, most = span("numbers", numbers, 2, MOST_NUMBERS)
-    check_whole("largest", largest, least=1, most=LARGEST_NUMBER)
-    check_whole("largest_target", largest_target, least=largest, most=LARGEST_NUMBER)
+    largest = check_whole("largest", largest, least=1, most=LARGEST_NUMBER)
+    largest_target = check_whole(
+        "largest_target", largest_target, least=largest, most=LARGEST_NUMBER
+    )
 
     def draw(rng: random.Random) -> Example:
         return _countdown(rng, least + below(rng, most - least + 1), largest, largest_target)
 
     def reached(example: Example, answer: str) -> bool:
-        return _reaches(answer, example.data["numbers"], example.data["target"])
+        numbers, target = example.data["numbers"], example.data["target"]
+        value, used = _expression(answer, numbers) or (None, [])
+        return value == target and sorted(used) == sorted(numbers)
 
     def well_formed(example: Example, answer: str) -> bool:
         return _expression(answer, example.data["numbers"]) is not None
@@ -200,8 +197,8 @@ def guessing(
         that could have been right, after what was told before.
     """
     least, most = span("numbers", numbers, 2, LARGEST_NUMBER)
-    check_whole("largest", largest, least=most, most=LARGEST_NUMBER)
-    check_whole("guesses", guesses, least=1, most=LARGEST_PROBLEM)
+    largest = check_whole("largest", largest, least=most, most=LARGEST_NUMBER)
+    guesses = check_whole("guesses", guesses, least=1, most=LARGEST_PROBLEM)
     share("halving", halving)
     rules = _Rules(guesses, luck, words, share("format_reward", format_reward))
 
@@ -245,18 +242,15 @@ def _hint(rules: _Rules, state: Game, completion: Completion) -> tuple[Game, Rep
     larger, smaller, hint = REPLIES[rules.words]
     if guess is not None:
         proper += low <= guess <= high
-        is_larger = _larger(rules.luck, guess, low, high, number)
+        # Without luck the number is where more numbers are left.
+        above, below_it = high - max(guess, low - 1), min(guess, high + 1) - low
+        by_number = rules.luck or above == below_it
+        is_larger = guess < number if by_number else above > below_it
         hint = larger if is_larger else smaller
         low, high = (max(low, guess + 1), high) if is_larger else (low, min(high, guess - 1))
     if left == 1:
         return state, Reply(reward=rules.consolation * proper / rules.guesses, done=True)
     return (low, high, number, left - 1, proper), Reply(hint)
-
-
-def _larger(luck: bool, guess: int, low: int, high: int, number: int) -> bool:
-    """Whether the number is larger than a wrong guess. Without luck, more numbers must be so."""
-    above, below_it = high - max(guess, low - 1), min(guess, high + 1) - low
-    return guess < number if luck or above == below_it else above > below_it
 
 
 def _worked(rules: _Rules, state: Game, tries: Sequence[int]) -> str:
@@ -299,7 +293,7 @@ def arithmetic(
       explain: whether prompts say how the tool is called, for models whose chat template does not.
     """
     least, most = span("numbers", numbers, 2, MOST_NUMBERS)
-    check_whole("largest", largest, least=9, most=LARGEST_NUMBER)
+    largest = check_whole("largest", largest, least=9, most=LARGEST_NUMBER)
 
     def draw(rng: random.Random) -> Example:
         terms = [str(1 + below(rng, largest)) for _ in range(least + below(rng, most - least + 1))]
@@ -337,7 +331,7 @@ def addition(
     Args:
       largest: numbers are drawn from 0 to this.
     """
-    check_whole("largest", largest, least=1, most=LARGEST_NUMBER)
+    largest = check_whole("largest", largest, least=1, most=LARGEST_NUMBER)
 
     def draw(rng: random.Random) -> Example:
         a, b = below(rng, largest + 1), below(rng, largest + 1)
@@ -397,9 +391,8 @@ def _task(
 ) -> Task:
     """A task of which one problem in `held_out` belongs to the evaluation."""
     train_size, eval_size = sizes
-    check_whole("seed", seed)
-    check_whole("train_size", train_size, least=1, most=MOST_TRAINING)
-    check_whole("eval_size", eval_size, least=1, most=MOST_HELD_OUT)
+    seed = check_whole("seed", seed)
+    check_sizes(train_size, eval_size)
     train = Generated(partial(_train_item, name, draw, seed, held_out), train_size)
     train[0]  # too few problems is an error of the parameters: say so now, not in the first step
     return Task(name, train, _evaluation(name, draw, seed, held_out, eval_size), grade)
@@ -457,8 +450,12 @@ def _same(example: Example, answer: str) -> bool:
     return answer == example.answer
 
 
+def _as_many_digits(example: Example, answer: str) -> bool:
+    return re.fullmatch(r"[0-9]+", answer) is not None and len(answer) == len(example.answer)
+
+
 OPERATORS = MappingProxyType({"+": operator.add, "-": operator.sub, "*": operator.mul})
-LONGEST = 64  # characters of an expression of few numbers, see `_longest`
+LONGEST = 64  # characters of an expression of few numbers
 
 
 def _countdown(rng: random.Random, count: int, largest: int, largest_target: int) -> Example:
@@ -494,46 +491,25 @@ def _join(a: tuple[int, str, int], sign: str, b: tuple[int, str, int]) -> str:
     return f"{left}{sign}{right}"
 
 
-def _reaches(answer: str, numbers: Sequence[int], target: int) -> bool:
-    evaluated = _expression(answer, numbers)
-    if evaluated is None:
-        return False
-    value, used = evaluated
-    return value == target and sorted(used) == sorted(numbers)
-
-
-def _longest(numbers: Sequence[int]) -> int:
-    """Characters of an expression at most, which also bounds the depth of its syntax tree.
-
-    Each number may have a pair of parentheses, an operator and spaces around both.
-    """
-    return max(LONGEST, sum(len(str(number)) + 6 for number in numbers))
-
-
-def _expression(text: str, numbers: Sequence[int]) -> tuple[int, list[int]] | None:
+def _expression(text: str, numbers: Sequence[int]) -> tuple[float, list[int]] | None:
     """Returns the value of an expression of numbers, +, -, * and parentheses, and its numbers.
 
     Returns None for everything else: signs (`-3`), powers, leading zeros, other characters, and
     what is longer than any expression of `numbers` needs. The text is parsed, never run.
     """
-    if len(text) > _longest(numbers) or re.fullmatch(r"[0-9 +\-*()]+", text) is None:
+    # Each number may have a pair of parentheses, an operator and spaces around both. The depth of
+    # the syntax tree is bounded too.
+    longest = max(LONGEST, sum(len(str(number)) + 6 for number in numbers))
+    if len(text) > longest or re.fullmatch(r"[0-9 +\-*()]+", text) is None:
         return None
     try:
-        return _value(ast.parse(text.strip(), mode="eval").body)
+        parsed = ast.parse(text.strip(), mode="eval").body
+        if any(isinstance(node, ast.UnaryOp | ast.Pow) for node in ast.walk(parsed)):
+            return None
+        value = arithmetic_value(parsed, largest=_LARGEST_PRODUCT)
+        return value, [int(digits) for digits in re.findall("[0-9]+", text)]
     except (SyntaxError, ValueError):
         return None
-
-
-def _value(node: ast.expr) -> tuple[int, list[int]]:
-    match node:
-        case ast.Constant(value=int(number)):
-            return number, [number]
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as sign, right=right):
-            a, used_a = _value(left)
-            b, used_b = _value(right)
-            apply = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-            return apply[type(sign)](a, b), used_a + used_b
-    raise ValueError(type(node).__name__)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import wraps
-from inspect import Signature, iscoroutine, signature
+from functools import partial, wraps
+from inspect import iscoroutine, signature
 from operator import attrgetter
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -23,21 +23,25 @@ from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import shown
 from tim_jax.tasks.base import (
     Example,
+    Generated,
     Grade,
     Grader,
     Lazy,
     Message,
+    Packed,
+    Prompt,
     Task,
     close,
     first_line,
     state_of,
 )
-from tim_jax.tasks.episodes import Packed
 from tim_jax.tasks.guard import Isolated
 from tim_jax.tasks.worker import Watched, end_if_forked
 
 # Sums of squares of larger rewards, which deviations need, are beyond float32.
 LARGEST = 1e15
+_PARTS = ("train", "evaluation")
+_AT_A_TIME = 256  # examples that a process makes together
 
 
 def load_reward(name: str) -> Grader:
@@ -48,8 +52,8 @@ def load_reward(name: str) -> Grader:
     one finite number for each. It runs in this process, without a time limit.
 
     Raises:
-      InputError: when loading, if there is no such module or function or the import fails; when
-        grading, if the function raises, or returns anything but as many finite numbers.
+      InputError: when loading, as `load_function` and `as_grader`; when grading, if the function
+        raises, or returns anything but as many finite numbers.
     """
     return as_grader(load_function(name), name)
 
@@ -81,37 +85,26 @@ def as_grader(
 
 
 def check_reward(function: Callable[..., Any], name: str) -> None:
-    """Refuses a reward that does not take three arguments, or names them in another order."""
-    takes = _signature(function)
-    if takes is None:
+    """Refuses a reward that does not take three lists, or names them in another order."""
+    _check_takes(function, f"reward {name}", "lists", ("prompts", "completions", "answers"))
+
+
+def _check_takes(
+    function: Callable[..., Any], what: str, kind: str, given: tuple[str, str, str]
+) -> None:
+    try:
+        takes = signature(function)
+    except ValueError:  # of a builtin that does not say
         return
+    named = ", ".join(given)
     try:
-        takes.bind((), (), ())
+        takes.bind(*given)
     except TypeError:
-        raise InputError(
-            f"reward {name} must take three lists, (prompts, completions, answers);"
-            f" it takes {takes}"
-        ) from None
-    _check_order(takes, f"reward {name}", ("prompts", "completions", "answers"))
-
-
-def _signature(function: Callable[..., Any]) -> Signature | None:
-    """None of a builtin that does not say what it takes."""
-    try:
-        return signature(function)
-    except ValueError:
-        return None
-
-
-def _check_order(takes: Signature, what: str, given: tuple[str, str, str]) -> None:
-    """Refuses a function one of whose first parameters has the name of another place."""
+        raise InputError(f"{what} must take three {kind}, ({named}); it takes {takes}") from None
     places = [name.rstrip("s") for name in given]
     for place, own in zip(places, takes.parameters, strict=False):
-        named = own.rstrip("s")
-        if named in places and named != place:
-            raise InputError(
-                f"{what} is given ({', '.join(given)}) in this order; it takes {takes}"
-            )
+        if own.rstrip("s") in places and own.rstrip("s") != place:
+            raise InputError(f"{what} is given ({named}) in this order; it takes {takes}")
 
 
 def per_item(function: Callable[[Any, str, Any], Any]) -> Callable[..., list[Any]]:
@@ -121,13 +114,12 @@ def per_item(function: Callable[[Any, str, Any], Any]) -> Callable[..., list[Any
     `f(prompt, completion, answer)` for each completion. It is a decorator too.
 
     Raises:
-      InputError: `function` is none.
+      InputError: `function` is none, or does not take these.
     """
     if not callable(function):
         raise InputError(f"per_item: give a function, got {shown(function)}")
-    if takes := _signature(function):
-        name = getattr(function, "__name__", shown(function))
-        _check_order(takes, f"per_item: {name}", ("prompt", "completion", "answer"))
+    name = getattr(function, "__name__", shown(function))
+    _check_takes(function, f"per_item: {name}", "arguments", ("prompt", "completion", "answer"))
 
     @wraps(function)
     def reward(prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[Any]):
@@ -170,13 +162,11 @@ def load_function(name: str) -> Callable[..., Any]:
 def make_task(factory: str, parameters: Mapping[str, Any]) -> Task:
     """Returns the task that the function `factory`, written `module:function`, makes.
 
-    Its grader is called as it is; what it raises is said in one line, and so is what its examples
-    raise, and one that is none. They are looked at now if they are in a list or tuple, else when
-    they are read.
+    Its examples are looked at now if they are in a list or tuple, else when they are read.
 
     Raises:
       InputError: when making, as `load_function`, or if the function raises or makes no `Task`;
-        when examples are read, as said; when grading, if the grader raises.
+        when an example is read that is none, or raises; when grading, if the grader raises.
     """
     make = load_function(factory)
     with user_code(f"task.factory {factory}"):
@@ -186,31 +176,17 @@ def make_task(factory: str, parameters: Mapping[str, Any]) -> Task:
             f"task.factory {factory} must return a tim_jax.tasks.base.Task, got"
             f" {type(task).__name__}"
         )
-    parts: dict[str, Any] = {}
-    for part in ("train", "evaluation"):
-        examples = getattr(task, part)
-        with user_code(f"task.factory {factory}: {part}"):
-            its = _ItsExamples(examples, len(examples), part, factory)
-        parts[part] = tuple(its) if type(examples) in (list, tuple) else its
+    parts = {part: _its_examples(getattr(task, part), part, factory) for part in _PARTS}
     return replace(task, grade=_ItsGrader(task.grade, factory), **parts)
 
 
-@dataclass(frozen=True)
-class _ItsExamples(Lazy):
+def _its_examples(examples: Sequence[Example], part: str, factory: str) -> Sequence[Example]:
     """The examples of a user's task, each looked at when it is read."""
 
-    examples: Sequence[Example]
-    size: int
-    part: str
-    factory: str
-
-    def made(self, rows: Sequence[int]) -> list[Example]:
-        return list(map(self._read, rows))
-
-    def _read(self, row: int) -> Example:
-        what = f"task.factory {self.factory}: example {row} of {self.part}"
+    def read(row: int) -> Example:
+        what = f"task.factory {factory}: example {row} of {part}"
         with user_code(what):
-            example = self.examples[row]
+            example = examples[row]
         if not _is_example(example):
             raise InputError(
                 f"{what} must be a tim_jax.tasks.base.Example with text or messages as its prompt"
@@ -218,9 +194,9 @@ class _ItsExamples(Lazy):
             )
         return example
 
-    def close(self) -> None:
-        """Closes the examples' source, if it can be."""
-        close(self.examples)
+    with user_code(f"task.factory {factory}: {part}"):
+        its = Generated(read, len(examples), source=examples)
+    return tuple(its) if type(examples) in (list, tuple) else its
 
 
 def _is_example(value: Any) -> bool:
@@ -265,12 +241,9 @@ def user_code(what: str) -> Iterator[None]:
     That includes `sys.exit`, and `os._exit` as Python calls it, which would end a run in the middle
     with the status of one that is done. A process that was forked inside ends there.
 
-    Args:
-      what: what the code is called in errors, such as `reward rewards:brief`.
-
     Raises:
-      InputError: the code raised something. An `InputError` of its own is passed on, and so is
-        Ctrl-C.
+      InputError: the code, called `what`, raised something. An `InputError` of its own is passed
+        on, and so is Ctrl-C.
     """
     own, leave = os.getpid(), os._exit
 
@@ -292,11 +265,9 @@ def user_code(what: str) -> Iterator[None]:
         end_if_forked(own)
 
 
-def plain(prompt: str | tuple[Message, ...]) -> str | list[dict[str, str]]:
+def plain(prompt: Prompt) -> str | list[dict[str, str]]:
     """Returns a prompt as a user's reward is given it."""
-    if isinstance(prompt, str):
-        return prompt
-    return list(map(asdict, prompt))
+    return prompt if isinstance(prompt, str) else list(map(asdict, prompt))
 
 
 def described(error: BaseException) -> str:
@@ -359,10 +330,7 @@ def _number(value: Any, index: int, name: str) -> float:
 
 
 class IsolatedReward:
-    """The grader that calls the function `name`, written `module:function`, in its own process.
-
-    It is called as `load_reward` says.
-    """
+    """The grader of `load_reward`, with the function in a process of its own."""
 
     def __init__(self, name: str, *, seconds: float) -> None:
         """Starts the process and imports the function; errors as of `Isolated`."""
@@ -371,12 +339,6 @@ class IsolatedReward:
         self.close = self._there.close
 
     def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
-        """Returns the rewards as grades.
-
-        Raises:
-          InputError: the function raises, returns anything but as many finite numbers, takes longer
-            than the limit, or ends its process.
-        """
         prompts, texts = [plain(example.prompt) for example in examples], list(completions)
         answers = [example.answer for example in examples]
         values = self._there.call([prompts, texts, answers], of=(prompts, texts))
@@ -402,45 +364,31 @@ def isolated_task(factory: str, parameters: Mapping[str, Any], *, seconds: float
       seconds: limit by the clock of making it, and of each call of its grader.
 
     Raises:
-      InputError: as `make_task`, or the code takes too long or ends its process; so when made, when
-        examples are read, and when grading.
+      InputError: as `make_task`, or the code takes too long or ends its process.
     """
-    there = Isolated(
-        f"{__name__}:{TaskHere.__name__}",
-        f"task.factory {factory}",
-        seconds=seconds,
-        name=factory,
-        parameters=dict(parameters),
+    handler, setup = f"{__name__}:{TaskHere.__name__}", {"parameters": dict(parameters)}
+    there = Isolated(handler, f"task.factory {factory}", seconds=seconds, name=factory, **setup)
+    train, evaluation = (
+        Lazy(partial(_made_there, there, part), there.made[part], _AT_A_TIME, source=there)
+        for part in _PARTS
     )
-    train, evaluation = (_There(there, part, there.made[part]) for part in ("train", "evaluation"))
     notes = tuple(there.made["notes"])
     return Task(there.made["name"], train, evaluation, _GraderThere(there), notes)
 
 
-@dataclass(frozen=True)
-class _There(Lazy):
-    """The examples of a part of a task in another process."""
-
-    there: Isolated
-    part: str
-    size: int
-    at_a_time: ClassVar[int] = 256
-
-    def made(self, rows: Sequence[int]) -> list[Example]:
-        doing = f"making its {self.part} examples"
-        found = self.there.call({"part": self.part, "rows": list(rows)}, doing=doing)
-        return [
-            Example(
-                prompt if isinstance(prompt, str) else tuple(Message(**item) for item in prompt),
-                answer,
-                {"part": self.part, "row": row, "state": Packed(base64.b64decode(state))},
-                solution,
-            )
-            for row, (prompt, answer, solution, state) in zip(rows, found, strict=True)
-        ]
-
-    def close(self) -> None:
-        self.there.close()
+def _made_there(there: Isolated, part: str, rows: Sequence[int]) -> list[Example]:
+    """Examples of a part of a task in another process."""
+    doing = f"making its {part} examples"
+    found = there.call({"part": part, "rows": list(rows)}, doing=doing)
+    return [
+        Example(
+            prompt if isinstance(prompt, str) else tuple(Message(**item) for item in prompt),
+            answer,
+            {"part": part, "row": row, "state": Packed(base64.b64decode(state))},
+            solution,
+        )
+        for row, (prompt, answer, solution, state) in zip(rows, found, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -473,18 +421,15 @@ class TaskHere:
                 f"task.factory {setup['name']}: its environment must be named as task.environment,"
                 " so that it has processes of its own"
             )
-        sizes = {"train": len(task.train), "evaluation": len(task.evaluation)}
+        sizes = {part: len(getattr(task, part)) for part in _PARTS}
         self.about = {"name": str(task.name), "notes": [str(x) for x in task.notes], **sizes}
 
     def __call__(self, message: Mapping[str, Any]) -> list[Any]:
         if "rows" in message:
             part = getattr(self._task, message["part"])
             read = (part[row] for row in message["rows"])
-            return [[plain(e.prompt), e.answer, e.solution, _packed(e)] for e in read]
+            packed = ((e, base64.b64encode(pickle.dumps(state_of(e))).decode()) for e in read)
+            return [[plain(e.prompt), e.answer, e.solution, state] for e, state in packed]
         examples = [getattr(self._task, part)[row] for part, row in message["graded"]]
         lists = (Watched(items, self._notes) for items in (examples, message["completions"]))
         return [[grade.reward, grade.fault] for grade in self._task.grade(*lists)]
-
-
-def _packed(example: Example) -> str:
-    return base64.b64encode(pickle.dumps(state_of(example))).decode()

@@ -9,6 +9,10 @@ columns override it.
   plain       `prompt` (or `question`, `problem`), `answer`
 
 A `prompt` goes before a `question` or `problem`.
+
+Datasets of reasoning-gym (extra `gym`) and the grader math-verify (extra `math`) work in guarded
+worker processes (`guard`): answers may hang a grader, five datasets of reasoning-gym depend on
+Python's hash seed, which is fixed there, and some of its scorers evaluate what the policy wrote.
 """
 
 import hashlib
@@ -16,14 +20,29 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import check_whole, expanded, shown
-from tim_jax.tasks.base import Example, Grader, Message, Task, share
+from tim_jax.tasks.base import (
+    ERROR,
+    Example,
+    Generated,
+    Grade,
+    Grader,
+    Message,
+    Prompt,
+    Task,
+    check_sizes,
+    is_json,
+    last_text,
+    share,
+)
+from tim_jax.tasks.guard import Limits, Outcome, Pool, Refusal
 from tim_jax.tasks.rows import Row, read_rows
 
 # (prompt, ground truth) columns, the first pair that a row has. `a.b` is column b inside column a.
@@ -37,6 +56,13 @@ LAYOUTS = (
     ("problem", "solution"),
 )
 PLACE = "{prompt}"
+SYSTEM = (
+    "Solve the problem. Think step by step first if that helps, then give the final answer alone"
+    " between <answer> and </answer>, in the form that the problem asks for."
+)
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+KEPT = 4096  # problems that a task keeps in memory
+ITEM_SECONDS = 60.0  # CPU seconds to make one problem; some datasets search for a good one
 
 
 @dataclass(frozen=True)
@@ -101,15 +127,17 @@ def dataset_task(source: DatasetSource, grade: Grader, truth: Truth | None = Non
     """
     rows = read_rows(source.path, split=source.split, subset=source.subset)
     truth = truth or truth_of
-    train = _examples(rows, source, truth)
-    if source.eval_path is source.eval_split is source.eval_subset is None:
-        evaluation = [e for e in train if _hash(e, source.seed) < source.eval_share * 2**64]
-        notes = ()
+    examples, notes = _examples(rows, source, truth), ()
+    shares = source.eval_path is source.eval_split is source.eval_subset is None
+    if shares:
+        evaluation = [e for e in examples if _hash(e, source.seed) < source.eval_share * 2**64]
     else:
         evaluation = _examples(_read_held_out(source), source, truth)
-        notes = _overlap(train, evaluation)
     held_out = {example.prompt for example in evaluation}
-    train = [example for example in train if example.prompt not in held_out]
+    train = tuple(example for example in examples if example.prompt not in held_out)
+    if not shares and len(train) < len(examples):
+        left_out = len(examples) - len(train)
+        notes = (f"{left_out} training rows left out: their prompts are held out",)
     if not train:
         raise InputError(
             f"dataset {source.path!r}: all prompts are held out, none left to train on"
@@ -119,13 +147,16 @@ def dataset_task(source: DatasetSource, grade: Grader, truth: Truth | None = Non
             f"dataset {source.path!r}: eval_share={source.eval_share} of {len(rows)} rows holds"
             " none out; raise it, or set it to 0 for no evaluation"
         )
-    distinct = _distinct(evaluation)
+    first: dict[tuple[Prompt, str], Example] = {}
+    for example in evaluation:
+        first.setdefault((example.prompt, example.answer), example)
+    distinct = [*first.values()]
     if repeated := len(evaluation) - len(distinct):
         notes = (*notes, f"{repeated} of {len(evaluation)} held-out rows left out: not new")
     if source.eval_limit is not None:
         distinct.sort(key=lambda e: _hash(e, source.seed))
         del distinct[source.eval_limit :]
-    return Task(source.path, tuple(train), tuple(distinct), grade, notes)
+    return Task(source.path, train, tuple(distinct), grade, notes)
 
 
 def _read_held_out(source: DatasetSource) -> list[Row]:
@@ -147,11 +178,11 @@ def _examples(rows: Sequence[Row], source: DatasetSource, truth: Truth) -> list[
 def _columns(row: Row, source: DatasetSource) -> tuple[str, str]:
     for prompt, answer in LAYOUTS:
         prompt, answer = source.prompt_column or prompt, source.answer_column or answer
-        if _has(row.values, prompt) and _has(row.values, answer):
+        if all(_found(row.values, name) is not _MISSING for name in (prompt, answer)):
             return prompt, answer
     for name in (source.prompt_column, source.answer_column):
-        if name is not None and not _has(row.values, name):
-            raise _missing(row, name)
+        if name is not None:
+            _value(row, name)
     raise InputError(
         f"dataset {row.where}: no layout fits the columns {_names(row)}; name them by prompt_column"
         f" and answer_column, or have one of {', '.join(f'{p} + {a}' for p, a in LAYOUTS)}"
@@ -160,28 +191,31 @@ def _columns(row: Row, source: DatasetSource) -> tuple[str, str]:
 
 def _example(row: Row, columns: tuple[str, str], source: DatasetSource, truth: Truth) -> Example:
     where, (prompt, answer) = f"dataset {row.where}", columns
-    check_beside(row.values, columns, where)
-    asked = prompt_of(_get(row, prompt), f"{where}: column {prompt!r}")
+    for name in _BESIDE:
+        if name not in columns and not _empty(row.values.get(name)):
+            raise InputError(
+                f"{where} has {name!r}, which prompts of text do not keep; leave such rows out"
+            )
+    asked = prompt_of(_value(row, prompt), f"{where}: column {prompt!r}")
     solution = answer == "solution" and source.answer_column is None
-    told = truth(_get(row, answer), f"{where}: column {answer!r}", solution=solution)
+    told = truth(_value(row, answer), f"{where}: column {answer!r}", solution=solution)
     return Example(asked, told, where=row.where)
 
 
-def _dressed(prompt: str | tuple[Message, ...], source: DatasetSource) -> str | tuple[Message, ...]:
+def _dressed(prompt: Prompt, source: DatasetSource) -> Prompt:
+    """A prompt with the template and the system's message."""
     if isinstance(prompt, str):
         text = prompt if source.template is None else source.template.replace(PLACE, prompt)
-        return text if source.system is None else _chat(source.system, Message("user", text))
+        if source.system is None:
+            return text
+        return Message("system", source.system), Message("user", text)
     last = max((i for i, m in enumerate(prompt) if m.role == "user"), default=None)
     if source.template is not None and last is not None:
         text = source.template.replace(PLACE, prompt[last].content)
         prompt = (*prompt[:last], Message("user", text), *prompt[last + 1 :])
     if source.system is None:
         return prompt
-    return _chat(source.system, *(m for m in prompt if m.role != "system"))
-
-
-def _chat(system: str, *rest: Message) -> tuple[Message, ...]:
-    return (Message("system", system), *rest)
+    return Message("system", source.system), *(m for m in prompt if m.role != "system")
 
 
 def _hash(example: Example, seed: int) -> int:
@@ -189,40 +223,24 @@ def _hash(example: Example, seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest())
 
 
-def _overlap(train: Sequence[Example], evaluation: Sequence[Example]) -> tuple[str, ...]:
-    held_out = {example.prompt for example in evaluation}
-    count = sum(example.prompt in held_out for example in train)
-    return (f"{count} training rows left out: their prompts are held out",) if count else ()
+_MISSING = object()
 
 
-def _distinct(examples: Sequence[Example]) -> list[Example]:
-    """The first example of each prompt and answer, in their order."""
-    first: dict[tuple[Prompt, str], Example] = {}
-    for example in examples:
-        first.setdefault((example.prompt, example.answer), example)
-    return list(first.values())
+def _value(row: Row, column: str) -> object:
+    found = _found(row.values, column)
+    if found is _MISSING:
+        hint = did_you_mean(column, map(str, row.values))
+        raise InputError(f"dataset {row.where}: no column {column!r}; has {_names(row)}{hint}")
+    return found
 
 
-def _has(values: Mapping[str, Any], column: str) -> bool:
+def _found(values: object, column: str) -> object:
+    if not isinstance(values, Mapping):
+        return _MISSING
     if column in values:
-        return True
+        return values[column]
     outer, dot, inner = column.partition(".")
-    return bool(dot) and isinstance(values.get(outer), Mapping) and _has(values[outer], inner)
-
-
-def _get(row: Row, column: str) -> object:
-    values: Any = row.values
-    if not _has(values, column):
-        raise _missing(row, column)
-    while column not in values:
-        outer, _, column = column.partition(".")
-        values = values[outer]
-    return values[column]
-
-
-def _missing(row: Row, column: str) -> InputError:
-    hint = did_you_mean(column, map(str, row.values))
-    return InputError(f"dataset {row.where}: no column {column!r}; has {_names(row)}{hint}")
+    return _found(values.get(outer), inner) if dot else _MISSING
 
 
 def _names(row: Row) -> str:
@@ -232,8 +250,6 @@ def _names(row: Row) -> str:
 # What the values of a row mean: a prompt, and the answer in a reference solution. What would lose
 # its meaning is refused: messages with more than a role and content, images, a prompt that has its
 # answer in it, and a solution in which no answer can be told from the rest.
-
-Prompt = str | tuple[Message, ...]
 
 _MARKER = re.compile(r"(?<!#)####(?!#)")  # GSM8K's, but also a heading of Markdown
 _BOX = re.compile(r"\\(boxed|fbox)(?![A-Za-z])\s*")
@@ -320,18 +336,7 @@ def _hidden(example: Example) -> str | None:
 
 
 def _ending(example: Example) -> str:
-    prompt = example.prompt
-    text = prompt if isinstance(prompt, str) else prompt[-1].content
-    return text.rstrip(" \t\n.$")
-
-
-def check_beside(row: Mapping[str, Any], used: tuple[str, ...], where: str) -> None:
-    """Refuses a row with images or tools: its prompt means nothing without them."""
-    for name in _BESIDE:
-        if name not in used and not _empty(row.get(name)):
-            raise InputError(
-                f"{where} has {name!r}, which prompts of text do not keep; leave such rows out"
-            )
+    return last_text(example.prompt).rstrip(" \t\n.$")
 
 
 def truth_of(value: object, where: str, *, solution: bool) -> str:
@@ -350,7 +355,7 @@ def truth_of(value: object, where: str, *, solution: bool) -> str:
         raise InputError(f"{where} must be text or a number, got {shown(value)}")
     text = value if isinstance(value, str) else _written_out(value, where)
     text = _only_one(text, where)
-    if not solution and _is_json(text):
+    if not solution and _is_table(text):
         return text.strip()
     if (solution or _MARKER.search(text)) and _marked(text) is None:
         needs = "no \\boxed{} answer" if solution else "headings (####), but no answer that is told"
@@ -370,18 +375,14 @@ def state_text(value: object, where: str, *, solution: bool) -> str:
     Raises:
       InputError: as `truth_of`.
     """
-    if isinstance(value, str) and _is_json(value):
+    if isinstance(value, str) and _is_table(value):
         return value
     return truth_of(value, where, solution=solution)
 
 
-def _is_json(text: str) -> bool:
-    """Whether a text is a list or an object."""
-    if text.lstrip().startswith(("[", "{")):
-        with suppress(ValueError, RecursionError):
-            json.loads(text)
-            return True
-    return False
+def _is_table(text: str) -> bool:
+    """Whether a text is a list or an object of JSON."""
+    return text.lstrip().startswith(("[", "{")) and is_json(text)
 
 
 def truth_in(text: str) -> str:
@@ -440,3 +441,156 @@ def _written_out(number: float, where: str) -> str:
     if not math.isfinite(number):
         raise InputError(f"{where} must be text or a finite number, got {number}")
     return str(number) if isinstance(number, int) else f"{Decimal(repr(float(number))):f}"
+
+
+def grade_of(outcome: Outcome) -> Grade:
+    """Returns the grade for an outcome whose value is a reward. A fault has reward 0."""
+    if outcome.fault is not None:
+        return Grade(0.0, outcome.fault)
+    return Grade(outcome.value) if math.isfinite(outcome.value) else Grade(0.0, ERROR)
+
+
+class MathGrader:
+    """Reward 1 for a completion whose final answer equals the example's answer, else 0.
+
+    The answer is what `math_verify.parse` finds in the completion: a final-answer phrase, a
+    `\\boxed{}`, mathematics in dollars or a plain number, usually the last one. `1/2`, `0.5` and
+    `\\frac{2}{4}` are equal. Two boxes close to each other are read as a set, so that a corrected
+    answer is wrong; letters are read as a product, in any order. A grade depends only on (answer,
+    completion): not on the batch, the number of workers or what they graded before.
+
+    Raises:
+      InputError: when made, if `math-verify` is not installed.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        if find_spec("math_verify") is None:
+            raise InputError("grading mathematics needs math-verify: pip install 'tim-jax[math]'")
+        self._pool = Pool("math", "grading with math", limits or Limits())
+        self._pool.start()
+        self.close = self._pool.close
+
+    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
+        pairs = zip(examples, completions, strict=True)
+        bodies = [{"answer": example.answer, "completion": text} for example, text in pairs]
+        return [grade_of(outcome) for outcome in self._pool.map(bodies)]
+
+    def __enter__(self) -> "MathGrader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def gym_task(
+    name: str,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    train_size: int = 4096,
+    eval_size: int = 128,
+    system: str | None = SYSTEM,
+    limits: Limits | None = None,
+) -> Task:
+    """Returns the reasoning-gym dataset `name` as a task.
+
+    Items 0 to train_size - 1 of the dataset are for training, the next eval_size for evaluation,
+    without repeated questions. A training item whose question is held out is replaced by the next
+    one that is not.
+
+    The answer is the text of the last `<answer>...</answer>`, or the whole completion without a
+    system prompt; rewards are the dataset's own, from 0 to 1.
+
+    Args:
+      parameters: the dataset's own, without `seed` and `size`.
+      system: system prompt of a chat; None gives the bare question as plain text.
+
+    Raises:
+      InputError: if reasoning-gym is missing, for an unknown name or parameter (the nearest is
+        named) or a value that the dataset refuses, and if it has too few different questions.
+    """
+    if find_spec("reasoning_gym") is None:
+        raise InputError(f"task {name!r} needs reasoning-gym: pip install 'tim-jax[gym]'")
+    for key in ("seed", "size"):
+        if key in (parameters or {}):
+            raise InputError(f"reasoning-gym task {name!r}: {key!r} is set by the task, not here")
+    seed = check_whole("seed", seed, least=0)
+    check_sizes(train_size, eval_size)
+    given = {**(parameters or {}), "seed": seed, "size": train_size + eval_size}
+    pool = Pool("gym", "grading with gym", limits or Limits(), name=name, parameters=given)
+    dataset = GymDataset(name, pool, system)
+    evaluation = _distinct(dataset.examples(range(train_size, train_size + eval_size)))
+    held_out = frozenset(_question(example) for example in evaluation)
+
+    @lru_cache(maxsize=KEPT)
+    def train_item(index: int) -> Example:
+        for step in range(train_size):
+            example = dataset.examples([(index + step) % train_size])[0]
+            if _question(example) not in held_out:
+                return example
+        raise InputError(f"reasoning-gym task {name!r}: all training questions are held out")
+
+    train_item(0)
+    lacking = eval_size - len(evaluation)
+    notes = (f"{lacking} of {eval_size} evaluation questions left out: not new",) if lacking else ()
+    return Task(f"gym:{name}", Generated(train_item, train_size), evaluation, dataset, notes)
+
+
+@dataclass(frozen=True)
+class GymDataset:
+    """One dataset in the workers: makes its examples, and is the grader of their answers.
+
+    A grade is the dataset's own score, 0 to 1. A score that is not finite is a fault.
+    """
+
+    name: str
+    pool: Pool
+    system: str | None
+
+    def examples(self, indices: Sequence[int]) -> list[Example]:
+        """Returns the items of these numbers.
+
+        Raises:
+          InputError: the data set refuses its parameters, or cannot make an item.
+        """
+        bodies = [{"index": int(index)} for index in indices]
+        try:
+            outcomes = self.pool.map(bodies, seconds=ITEM_SECONDS)
+        except Refusal as refusal:
+            names = refusal.reply.get("known")
+            hint = did_you_mean(refusal.reply.get("parameter", self.name), names) if names else ""
+            raise InputError(f"reasoning-gym task {self.name!r}: {refusal}{hint}") from None
+        return [self._example(i, outcome) for i, outcome in zip(indices, outcomes, strict=True)]
+
+    def _example(self, index: int, outcome: Outcome) -> Example:
+        if outcome.fault is not None:
+            raise InputError(
+                f"reasoning-gym task {self.name!r}: item {index} could not be made:"
+                f" {outcome.fault} {outcome.detail}".rstrip()
+            )
+        question = outcome.value["question"]
+        prompt = question
+        if self.system is not None:
+            prompt = (Message("system", self.system), Message("user", question))
+        return Example(prompt, str(outcome.value["answer"] or ""), {"index": index})
+
+    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
+        pairs = zip(examples, map(self._answer, completions), strict=True)
+        bodies = [{"index": example.data["index"], "answer": text} for example, text in pairs]
+        return [grade_of(outcome) for outcome in self.pool.map(bodies)]
+
+    def _answer(self, completion: str) -> str | None:
+        answers = [completion] if self.system is None else TAGGED.findall(completion)
+        return answers[-1].strip() if answers else None
+
+    def close(self) -> None:
+        """Ends the workers; a later call starts new ones."""
+        self.pool.close()
+
+
+def _question(example: Example) -> str:
+    return example.prompt if isinstance(example.prompt, str) else example.prompt[-1].content
+
+
+def _distinct(examples: Sequence[Example]) -> tuple[Example, ...]:
+    return tuple({_question(example): example for example in reversed(examples)}.values())[::-1]

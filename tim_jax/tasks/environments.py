@@ -3,12 +3,17 @@
     def respond(state, completion):
         return state, tim_jax.Reply("text, messages or tokens", reward=0.0, done=False)
 
+It returns the episode's next state and a reply. Bits and resumption are promised for one that is a
+function of its arguments: a state, a completion and, if it takes a third, a key of this turn alone.
+It may be a coroutine (`async def`). Then the turns of a batch wait side by side, each up to its
+limit.
+
 `Here` calls it in this process, as the API does with a function; `Guarded` in processes of its own,
 as a config does with a name. Both give it a copy of the state, and what it returns is looked at in
-one way. What goes wrong is an answer with a `failure` (`episodes`), never an exception.
+one way. What goes wrong is an answer with a `failure` (`base`), never an exception.
 
-`respond` may take a third argument, the turn's key, and it may be a coroutine (`async def`). Then
-the turns of a batch wait side by side, each up to its limit.
+A failure is what a clock or a machine may cause. `Recorded` writes each down as it happens and
+repeats it in a run that is resumed. `Asker` asks an environment while the devices go on.
 """
 
 import asyncio
@@ -21,23 +26,35 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from queue import Empty, SimpleQueue
+from typing import Any
 
 import numpy as np
 
 from tim_jax.common import waiting
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, writing
 from tim_jax.common.inputs import shown
-from tim_jax.tasks.base import TIMEOUT, Message
+from tim_jax.tasks import base
+from tim_jax.tasks.base import (
+    Answer,
+    Content,
+    Environment,
+    Message,
+    Outcome,
+    Packed,
+    Reply,
+    Turn,
+    failed,
+)
 from tim_jax.tasks.custom import LARGEST, described, load_function, user_code
-from tim_jax.tasks.episodes import Answer, Completion, Content, Packed, Reply, Turn, failed
-from tim_jax.tasks.guard import START_SECONDS, Crowd, Outcome, Refusal
+from tim_jax.tasks.guard import START_SECONDS, Limits, Pool, Refusal
 from tim_jax.tasks.worker import end_if_forked
 
 SECONDS = 30.0  # for one reply
@@ -47,6 +64,7 @@ MEMORY = 8.0  # GiB of address space
 TOGETHER = 64  # turns of a coroutine that one process waits for at once
 LONGEST = 1 << 20  # characters, tokens or characters of messages in a reply
 LARGEST_STATE = 16 << 20  # bytes of its pickle
+_GRACE = 0.005  # seconds for one more reply before a caller goes on without it
 
 
 def load_respond(name: str) -> Callable[..., Any]:
@@ -75,46 +93,57 @@ def load_respond(name: str) -> Callable[..., Any]:
     return respond
 
 
-class Responder:
-    """The user's function, called in this process."""
+class Here:
+    """An environment that is a function of this process.
 
-    def __init__(self, function: Callable[..., Any], *, guarded: bool = False) -> None:
+    It is called for one turn after another, and has no time limit. A coroutine function is called
+    for all turns of a batch side by side, with a limit by the clock for each.
+
+    Attributes:
+      roles, tools, reads_calls: what the function declares by attributes `roles`, `tools()` and
+        `reads_calls`, see `base.Answering`. Without them it replies as a user.
+    """
+
+    def __init__(
+        self, respond: Callable[..., Any], seconds: float = SECONDS, *, guarded: bool = False
+    ) -> None:
         """Makes one; `guarded` if somebody else ends this process when it hangs."""
-        call = getattr(function, "__call__", None)  # noqa: B004 (of an object)
-        self.asynchronous = any(map(inspect.iscoroutinefunction, (function, call)))
-        self._function, self._takes_key = function, _takes_key(function)
-        self._guarded = guarded
+        call = getattr(respond, "__call__", None)  # noqa: B004 (of an object)
+        self.asynchronous = any(map(inspect.iscoroutinefunction, (respond, call)))
+        self.roles: tuple[str, ...] = tuple(getattr(respond, "roles", ("user",)))
+        self.reads_calls: bool = getattr(respond, "reads_calls", False)
+        self._respond, self._takes_key = respond, _takes_key(respond)
+        self._seconds, self._guarded = seconds, guarded
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def answers(self, turns: Sequence[Turn], seconds: float) -> Iterator[tuple[int, Answer]]:
-        """Yields (index in `turns`, answer), of coroutines in the order in which they are there.
+    @property
+    def tools(self) -> tuple[Any, ...]:
+        """See `base.Answering`."""
+        return tuple(getattr(self._respond, "tools", tuple)())
 
-        `seconds`: limit by the clock of one coroutine; a plain function has none here.
-        """
+    def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
+        """Yields (index in `turns`, answer), of coroutines in the order in which they are there."""
         if not self.asynchronous:
             yield from ((index, self._answer(turn)) for index, turn in enumerate(turns))
             return
         loop = self._running()
         asked = {
-            asyncio.run_coroutine_threadsafe(self._awaited(turn, seconds), loop): index
+            asyncio.run_coroutine_threadsafe(self._awaited(turn), loop): index
             for index, turn in enumerate(turns)
         }
         try:
-            for done in as_completed(asked, None if self._guarded else seconds + LATER):
+            for done in as_completed(asked, None if self._guarded else self._seconds + LATER):
                 yield asked.pop(done), done.result()
         except TimeoutError:  # one holds the loop, or does not end when it is told to
             self._loop = None
             for future, index in asked.items():
-                yield (
-                    index,
-                    future.result() if future.done() else self._alone(turns, index, seconds),
-                )
+                yield index, future.result() if future.done() else self._alone(turns, index)
 
-    def _alone(self, turns: Sequence[Turn], index: int, seconds: float) -> Answer:
+    def _alone(self, turns: Sequence[Turn], index: int) -> Answer:
         """The answer to a turn that was late together with others, or for which it was alone."""
         if len(turns) == 1:
-            return failed(turns[index].state, "time limit", _late(seconds))
-        [(_, answer)] = self.answers([turns[index]], seconds)
+            return failed(turns[index].state, "time limit", _late(self._seconds))
+        [(_, answer)] = self.answers([turns[index]])
         return answer
 
     def _answer(self, turn: Turn) -> Answer:
@@ -129,14 +158,14 @@ class Responder:
             return failed(turn.state, "raised", described(error))
         return read_answer(turn.state, result)
 
-    async def _awaited(self, turn: Turn, seconds: float) -> Answer:
-        limit, own = asyncio.timeout(seconds), os.getpid()
+    async def _awaited(self, turn: Turn) -> Answer:
+        limit, own = asyncio.timeout(self._seconds), os.getpid()
         try:
             async with limit:
                 result = await self._call(turn)
         except BaseException as error:  # in a thread of its own, which must not end
             if limit.expired():
-                return failed(turn.state, "time limit", _late(seconds))
+                return failed(turn.state, "time limit", _late(self._seconds))
             return failed(turn.state, "raised", described(error))
         finally:
             end_if_forked(own)
@@ -145,7 +174,7 @@ class Responder:
     def _call(self, turn: Turn) -> Any:
         state = turn.state if isinstance(turn.state, Packed) else pickle.dumps(turn.state)
         key = (turn.key,) if self._takes_key else ()
-        return self._function(pickle.loads(state), turn.completion, *key)
+        return self._respond(pickle.loads(state), turn.completion, *key)
 
     def _running(self) -> asyncio.AbstractEventLoop:
         """A loop in a thread of its own, because a notebook has one already in its main thread."""
@@ -184,8 +213,10 @@ def read_answer(before: Any, result: Any) -> Answer:
             return failed(before, "reply", f"{expected}, got {shown(result)}")
     try:
         with user_code("reading the reply"):  # whatever a type of the user's does
-            content = _read_content(reply.content)
-            return Answer(pack(state), content, _reward(reply.reward), _done(reply.done))
+            content, reward = _read_content(reply.content), _reward(reply.reward)
+            if not isinstance(reply.done, bool | np.bool_):
+                raise InputError(f"done must be True or False, got {shown(reply.done)}")
+            return Answer(pack(state), content, reward, bool(reply.done))
     except InputError as error:
         return failed(before, "reply", str(error))
 
@@ -214,12 +245,6 @@ def _reward(value: Any) -> float:
             f"reward must be a finite number of at most {LARGEST:g} in size, got {shown(value)}"
         )
     return number
-
-
-def _done(value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise InputError(f"done must be True or False, got {shown(value)}")
-    return bool(value)
 
 
 def _read_content(value: Any) -> Content:
@@ -262,59 +287,6 @@ def _messages(items: Sequence[Any]) -> list[Mapping[str, Any]]:
     return messages
 
 
-class Declared(NamedTuple):
-    """What a function declares; without saying so it replies as a user. See `Answering`."""
-
-    roles: tuple[str, ...]
-    tools: tuple[Any, ...]
-    reads_calls: bool
-
-
-def _declared(function: Callable[..., Any]) -> Declared:
-    """What a function declares by its attributes `roles`, `tools()` and `reads_calls`."""
-    roles, tools = getattr(function, "roles", ("user",)), getattr(function, "tools", tuple)
-    return Declared(tuple(roles), tuple(tools()), getattr(function, "reads_calls", False))
-
-
-@dataclass(frozen=True)
-class Here:
-    """An environment that is a function of this process.
-
-    It is called for one turn after another, and has no time limit. A coroutine function is called
-    for all turns of a batch side by side, with `seconds` for each.
-    """
-
-    respond: Callable[..., Any]
-    seconds: float = SECONDS
-
-    @cached_property
-    def _responder(self) -> Responder:
-        return Responder(self.respond)
-
-    @cached_property
-    def _declared(self) -> Declared:
-        return _declared(self.respond)
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """See `episodes.Answering`."""
-        return self._declared.roles
-
-    @property
-    def tools(self) -> tuple[Any, ...]:
-        """See `episodes.Answering`."""
-        return self._declared.tools
-
-    @property
-    def reads_calls(self) -> bool:
-        """See `episodes.Answering`."""
-        return self._declared.reads_calls
-
-    def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
-        """Yields (index in `turns`, answer) for each."""
-        return self._responder.answers(turns, self.seconds)
-
-
 class Guarded:
     """An environment that is a function of a file or module, in processes of its own.
 
@@ -324,8 +296,7 @@ class Guarded:
     blocks they are asked again one by one, after one more limit.
 
     Attributes:
-      roles, tools, reads_calls: what the function declares by attributes `roles`, `tools()` and
-        `reads_calls`, see `episodes.Answering`.
+      roles, tools, reads_calls: as of `Here`.
     """
 
     def __init__(
@@ -345,24 +316,17 @@ class Guarded:
           InputError: it cannot be imported, or its import ends the process.
         """
         self._label = f"environment {name!r}"
-        self._others = f" (each of the {workers} processes of task.environment_workers imports it)"
+        self._limits = Limits(seconds, round(memory * 2**30), workers)
+        kind = f"{__name__}:{TurnsHere.__name__}"
+        self._pool = Pool(kind, self._label, self._limits, name=name, limit=seconds)
+        self.close = self._pool.close
         with self._refusing(), waiting.during(f"starting {self._label}"):
-            self._crowd = Crowd(
-                f"{__name__}:{TurnsHere.__name__}",
-                self._label,
-                seconds=seconds,
-                workers=workers,
-                memory=round(memory * 2**30),
-                name=name,
-                limit=seconds,
-            )
+            self._together = TOGETHER if self._pool.about()["asynchronous"] else 1
         try:
-            self.roles, self.tools, self.reads_calls = self._declaration()
+            self._declare()
         except BaseException:
-            self._crowd.close()
+            self.close()
             raise
-        self._together = TOGETHER if self._crowd.about["asynchronous"] else 1
-        self.close = self._crowd.close
 
     @contextmanager
     def _refusing(self, more: str = "") -> Iterator[None]:
@@ -371,81 +335,251 @@ class Guarded:
         except Refusal as refusal:
             raise InputError(f"{self._label}: {refusal}{more}") from None
 
-    def _next(self, outcomes: Iterator[tuple[int, Outcome]]) -> tuple[int, Outcome] | None:
-        with self._refusing(self._others):
-            return next(outcomes, None)
-
-    def _declaration(self) -> Declared:
-        [(_, outcome)] = self._crowd.stream([None], seconds=START_SECONDS)
+    def _declare(self) -> None:
+        [(_, outcome)] = self._pool.stream([None], seconds=START_SECONDS)
         found: Mapping[str, Any] = outcome.value or {
             "error": f"declaring its tools: {outcome.fault} {outcome.detail}"
         }
         if "error" in found:
             raise InputError(f"{self._label}: {found['error']}")
-        return Declared(tuple(found["roles"]), tuple(found["tools"]), found["reads_calls"])
+        self.roles: tuple[str, ...] = tuple(found["roles"])
+        self.tools: tuple[Any, ...] = tuple(found["tools"])
+        self.reads_calls: bool = found["reads_calls"]
 
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
         """Yields (index in `turns`, answer) for each, in the order in which they are there."""
         bodies = [_sent(turn) for turn in turns]
-        outcomes = self._crowd.stream(bodies, together=self._together)
-        while (found := self._next(outcomes)) is not None:
-            index, outcome = found
-            state = turns[index].state
-            if outcome.fault is None:
-                yield index, _received(state, outcome.value)
-            elif outcome.fault == TIMEOUT:
-                what = f"{_late(self._crowd.seconds)}{outcome.detail}"
-                yield index, failed(state, "time limit", what)
-            else:
-                yield index, failed(state, "crash", f"it {outcome.detail}")
+        workers = self._limits.workers
+        others = f" (each of the {workers} processes of task.environment_workers imports it)"
+        with self._refusing(others):
+            for index, outcome in self._pool.stream(bodies, together=self._together):
+                state = turns[index].state
+                if outcome.fault is None:
+                    yield index, _received(state, outcome.value)
+                elif outcome.fault == base.TIMEOUT:
+                    what = f"{_late(self._limits.seconds)}{outcome.detail}"
+                    yield index, failed(state, "time limit", what)
+                else:
+                    yield index, failed(state, "crash", f"it {outcome.detail}")
 
 
 class TurnsHere:
     """What answers `Guarded` in its processes: turns -> (place, answer) for each."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        self._function = load_respond(setup["name"])
-        self._responder = Responder(self._function, guarded=True)
-        self._limit = setup["limit"]
-        self.about = {"asynchronous": self._responder.asynchronous}
+        self._here = Here(load_respond(setup["name"]), setup["limit"], guarded=True)
+        self.about = {"asynchronous": self._here.asynchronous}
 
-    def __call__(self, bodies: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
+    def __call__(self, bodies: Sequence[str | None]) -> Iterator[tuple[int, Any]]:
         if bodies == [None]:
             yield 0, self._declared()
             return
-        turns = [_turn(body) for body in bodies]
-        for place, answer in self._responder.answers(turns, self._limit):
+        turns = [pickle.loads(base64.b64decode(body)) for body in bodies if body is not None]
+        for place, answer in self._here.answers(turns):
             state = None if answer.failure else base64.b64encode(answer.state).decode()
             yield place, (state, answer.content, answer.reward, answer.done, answer.failure)
 
     def _declared(self) -> Mapping[str, Any]:
         try:
-            return _declared(self._function)._asdict()
+            return {name: getattr(self._here, name) for name in ("roles", "tools", "reads_calls")}
         except InputError as error:
             return {"error": str(error)}
 
 
-def _sent(turn: Turn) -> Mapping[str, Any]:
-    state, said = turn.state, turn.completion
-    others = bool(said.ended), said.message, said.thinking
-    return {
-        "state": base64.b64encode(state if isinstance(state, Packed) else pack(state)).decode(),
-        "completion": [said.text, said.tokens.tolist(), *others],
-        "key": turn.key.tolist(),
-        "which": [turn.prompt, turn.sample, turn.turn],
-    }
-
-
-def _turn(body: Mapping[str, Any]) -> Turn:
-    text, tokens, *others = body["completion"]
-    completion = Completion(text, np.array(tokens, np.int32), *others)
-    prompt, sample, turn = body["which"]
-    state = Packed(base64.b64decode(body["state"]))
-    return Turn(prompt, sample, turn, completion, state, np.array(body["key"], np.uint32))
+def _sent(turn: Turn) -> str:
+    state = turn.state if isinstance(turn.state, Packed) else pack(turn.state)
+    sent = replace(turn, state=state, key=np.asarray(turn.key, np.uint32), asked=None)
+    return base64.b64encode(pickle.dumps(sent)).decode()
 
 
 def _received(before: Any, value: Any) -> Answer:
+    """What a process says, which is no pickle: the user's code may have written it."""
     state, content, reward, done, failure = value
     if failure is not None:
         return Answer(before, done=True, failure=failure)
     return Answer(Packed(base64.b64decode(state)), content, reward, done)
+
+
+# Asking an environment in tokens.
+
+
+class Noted:
+    """An environment whose first failure is kept.
+
+    Attributes:
+      failure: it, as of `Outcome`; None if there was none.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self.failure: str | None = None
+        self._environment = environment
+
+    def outcomes(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Outcome]]:
+        """Yields outcomes as the environment does."""
+        for index, outcome in self._environment.outcomes(turns):
+            self.failure = self.failure or outcome.failure
+            yield index, outcome
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An environment whose failures are written down, and repeated where they are known.
+
+    So a run that is resumed from a checkpoint goes the way that it went before, whatever the clock
+    says this time.
+
+    Attributes:
+      path: lines of JSON, one for each failure, found by the key of its turn.
+    """
+
+    environment: Environment
+    path: Path
+
+    def outcomes(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Outcome]]:
+        """Yields outcomes as the environment does, those that are known first.
+
+        Raises:
+          InputError: a failure cannot be written down.
+        """
+        known = self._known()
+        asked = []
+        for index, turn in enumerate(turns):
+            if (failure := known.get(_name(turn))) is None:
+                asked.append(index)
+            else:
+                yield index, Outcome(turn.state, np.zeros(0, np.int32), done=True, failure=failure)
+        for place, outcome in self.environment.outcomes([turns[index] for index in asked]):
+            if outcome.failure is not None:
+                entry = {"turn": _name(turns[asked[place]]), "failure": outcome.failure}
+                with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+                    file.write(f"\n{json.dumps(entry)}\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+            yield asked[place], outcome
+
+    def _known(self) -> dict[str, str]:
+        if not self.path.exists():
+            return {}
+        known = {}
+        for line in self.path.read_text(encoding="utf-8").split("\n"):
+            with suppress(ValueError):  # one that the end of a run cut
+                entry = json.loads(line)
+                known[entry["turn"]] = entry["failure"]
+        return known
+
+
+def _name(turn: Turn) -> str:
+    return "".join(f"{int(part):08x}" for part in turn.key)
+
+
+class Asker:
+    """Asks an environment from a thread of its own, so that devices go on meanwhile.
+
+    Attributes:
+      seconds: that the caller waited for replies while it had nothing else to do.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self.seconds = 0.0
+        self._environment, self._left = environment, 0
+        self._asked: SimpleQueue[list[tuple[int, Turn]] | None] = SimpleQueue()
+        self._replies: SimpleQueue[tuple[int, Outcome] | BaseException] = SimpleQueue()
+
+    def __enter__(self) -> "Asker":
+        threading.Thread(target=self._run, daemon=True, name="environment").start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._asked.put(None)
+
+    def ask(self, turns: list[tuple[int, Turn]]) -> None:
+        """Has turns answered; each is known by its row."""
+        if turns:
+            self._left += len(turns)
+            self._asked.put(turns)
+
+    def replies(
+        self, *, least: bool = False, waited_for: bool = True
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Yields (row, reply) of those that are there, and those that follow at once.
+
+        Args:
+          least: wait for one at least.
+          waited_for: nothing else is at work meanwhile.
+        """
+        while self._left:
+            started = time.perf_counter()
+            try:
+                reply = self._replies.get(timeout=None if least else _GRACE)
+            except Empty:
+                return
+            finally:
+                self.seconds += waited_for * (time.perf_counter() - started)
+            if isinstance(reply, BaseException):
+                raise reply
+            self._left, least = self._left - 1, False
+            yield reply
+
+    def _run(self) -> None:
+        try:
+            while (turns := self._asked.get()) is not None:
+                rows = {index: row for index, (row, _) in enumerate(turns)}
+                for index, outcome in self._environment.outcomes([turn for _, turn in turns]):
+                    self._replies.put((rows.pop(index), outcome))
+                if rows:
+                    left = f"{len(rows)} of {len(turns)}"
+                    raise RuntimeError(f"the environment left {left} turns unanswered")
+        except BaseException as error:
+            self._replies.put(error)
+
+
+class SharedAsker(Asker):
+    """Asks in one of several processes; all of them have the same replies at the same time.
+
+    All processes must call `ask` and `replies` together, with the same arguments. Those that do not
+    lead are told everything but states, which stay where the environment is asked. `led` runs a
+    function in the process that leads, and returns its result, a JSON value, in all.
+    """
+
+    def __init__(
+        self, environment: Environment, leads: bool, led: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        super().__init__(environment)
+        self._leads, self._led, self._asked_of_all = leads, led, 0
+
+    def ask(self, turns: list[tuple[int, Turn]]) -> None:
+        """Has turns answered, see `Asker.ask`."""
+        self._asked_of_all += len(turns)
+        if self._leads:
+            super().ask(turns)
+
+    def replies(
+        self, *, least: bool = False, waited_for: bool = True
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Yields replies as `Asker.replies` does; none while the devices work, which tell them."""
+        if not self._asked_of_all or not waited_for:
+            return
+        own: list[tuple[int, Outcome]] = []
+        there = partial(super().replies, least=least)
+
+        def told() -> list[Any]:
+            own.extend(there())
+            return [(row, _to_json(outcome)) for row, outcome in own]
+
+        heard = self._led(told)
+        self._asked_of_all -= len(heard)
+        yield from own if self._leads else ((row, _from_json(fields)) for row, fields in heard)
+
+
+def _to_json(outcome: Outcome) -> dict[str, Any]:
+    """All of an outcome but its state."""
+    fields = {name: x for name, x in vars(outcome).items() if name != "state"}
+    arrays = (np.ndarray, np.generic)
+    return {name: x.tolist() if isinstance(x, arrays) else x for name, x in fields.items()}
+
+
+def _from_json(fields: dict[str, Any]) -> Outcome:
+    own: dict[str, Any] = {
+        name: np.asarray(x) if isinstance(x, list) else x for name, x in fields.items()
+    }
+    return Outcome(None, **own)

@@ -4,10 +4,9 @@ Each is a fresh interpreter that runs `worker.py` as a script: no fork of a thre
 second import of the program's main module. They end with the program, however that ends: when the
 parent is gone, a worker reads the end of its socket.
 
-`Guard` is a pool for graders of other libraries, without JAX, with limits of CPU time and memory.
-`Crowd` is a pool for an environment of the user's, with a limit by the clock. In both a request
-over its limit ends its process, which is replaced; other requests are not affected. A request whose
-process died in another way is tried once more.
+`Pool` has several, for graders of other libraries, without JAX, or for an environment of the
+user's. A request over its limit ends its process, which is replaced; other requests are not
+affected. A request whose process died in another way is tried once more.
 
 `Isolated` is one process for code of the user's, with a limit by the clock. Whatever the code does
 there (it hangs, exits, crashes, closes files) ends that process and not the run, which says in one
@@ -24,21 +23,21 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, Lock
+from threading import Lock
 from typing import Any, BinaryIO
 
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import shown
-from tim_jax.tasks.base import ERROR, TIMEOUT, Fault, Grade
+from tim_jax.tasks.base import ERROR, TIMEOUT, Fault
 from tim_jax.tasks.sandbox import ONE_THREAD
 from tim_jax.tasks.worker import ALL, HEAD
 
@@ -47,7 +46,7 @@ PACKAGE = str(Path(__file__).parent.parent)
 START_SECONDS = 120.0  # importing the grading library on a busy machine
 CLOCK_FACTOR, CLOCK_EXTRA = 10.0, 10.0  # seconds by the clock allowed for CPU seconds
 GRACE_SECONDS = 5.0  # after a limit by the clock, at which a process ends itself, until it is ended
-END_SECONDS = 5.0  # between the end of a process's socket and its exit code
+END_SECONDS = 5.0  # between the end of a grader's socket and its exit code
 CLOSE_SECONDS = 1.0  # for the user's code to end by itself
 LARGEST_REPLY = 1 << 28  # bytes; a longer one is nonsense that the code wrote into the socket
 STARTS = 3  # attempts in a row before a worker that dies while starting is given up
@@ -62,9 +61,9 @@ Calls = tuple[Sequence[Any], Sequence[str]]  # prompts, completions
 class Limits:
     """What one request may use.
 
-    `seconds` are CPU seconds of the worker, so that a loaded machine does not change grades; a
-    worker that sleeps is ended by the clock, much later. `memory` is the worker's address space in
-    bytes, `workers` the number of worker processes.
+    `seconds` are CPU seconds of a grader, so that a loaded machine does not change grades; one that
+    sleeps is ended by the clock, much later. For code of the user's they are by the clock.
+    `memory` is a process's address space in bytes, `workers` the number of processes.
     """
 
     seconds: float = 5.0
@@ -73,25 +72,18 @@ class Limits:
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
-            raise InputError(f"grading: seconds must be above 0, got {self.seconds}")
+            raise InputError(f"limits: seconds must be above 0, got {self.seconds}")
         if self.workers < 1:
-            raise InputError(f"grading: workers must be at least 1, got {self.workers}")
+            raise InputError(f"limits: workers must be at least 1, got {self.workers}")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A request's value, or its fault: `timeout`, or `error` with what was raised in `detail`."""
+    """A request's value, or its fault: `timeout`, or `error` with what happened in `detail`."""
 
     value: Any = None
     fault: Fault | None = None
     detail: str = ""
-
-
-def grade_of(outcome: Outcome) -> Grade:
-    """Returns the grade for an outcome whose value is a reward. A fault has reward 0."""
-    if outcome.fault is not None:
-        return Grade(0.0, outcome.fault)
-    return Grade(outcome.value) if math.isfinite(outcome.value) else Grade(0.0, ERROR)
 
 
 class Refusal(Exception):
@@ -102,23 +94,179 @@ class Refusal(Exception):
         self.reply = reply
 
 
-class _Pool:
-    """Workers of one kind: those that are idle or starting, and those that are at work."""
+@dataclass
+class _Call:
+    """Requests that are carried out together."""
 
-    def __init__(self, label: str, make: "Callable[[], _Worker]") -> None:
-        self._label, self._make = label, make
-        self._workers: list[_Worker] = []
+    seconds: float  # limit of one, as its worker counts it
+    clock_seconds: float  # after which the worker is ended from here
+    threads: ThreadPoolExecutor  # each waits for a worker
+    outcomes: SimpleQueue[tuple[int, Outcome] | BaseException]
+    tasks: list[Future[None]] = field(default_factory=list)
+    left: bool = False  # nobody waits for what has not begun
+
+
+class Pool:
+    """Processes of one kind, which answer requests side by side.
+
+    They start when first needed, or by `start`. They end by `close`, with this object or with the
+    program; a later request starts others.
+    """
+
+    def __init__(self, kind: str, label: str, limits: Limits, **setup: Any) -> None:
+        """Starts nothing yet.
+
+        Args:
+          kind: what answers. A grader of `worker` takes a request. Code of the user's is a function
+            written `module:function`; what it makes of `setup` answers a list of requests with an
+            iterator over (place in the list, value), in any order.
+          label: what it is called in messages.
+        """
+        self.limits, self._label, self._users = limits, label, ":" in kind
+        seconds, patience = (START_SECONDS, GRACE_SECONDS) if self._users else (0, 0.0)
+        whole = {"kind": kind, "memory": limits.memory, "seconds": seconds, "body": setup}
+        default = str if self._users else None  # dates of TOML
+        text = json.dumps({**whole, "path": sys.path}, default=default)
+        self._make = partial(_Worker, text, START_SECONDS + patience, quiet=not self._users)
+        self._workers: list[_Worker] = []  # that are idle or starting
         self._busy: set[_Worker] = set()
+        self._threads: ThreadPoolExecutor | None = None
         self._stopped = False
-        self._turn = Lock()
+        self._turn, self._mapping = Lock(), Lock()
 
-    def _ready(self, *, fresh: bool) -> "_Worker":
-        """A worker that has started, for one request; `fresh`: a new one.
+    def start(self) -> None:
+        """Starts the workers without waiting, so that they import while other work goes on."""
+        with self._mapping:
+            while len(self._workers) < self.limits.workers:
+                self._workers.append(self._make())
+
+    def about(self) -> Any:
+        """What the handler says of itself, once a process has started.
 
         Raises:
-          Refusal: its handler refuses its setup.
-          InputError: workers end while they start, or take too long, again and again.
+          Refusal: it refuses its setup.
+          InputError: processes end while they start, or take too long, again and again.
         """
+        worker = self._ready(fresh=False)
+        self._free(worker)
+        return (worker.started or {}).get("value")
+
+    def close(self) -> None:
+        """Ends the processes."""
+        with self._mapping:
+            self._end()
+
+    def map(self, bodies: Sequence[Any], *, seconds: float | None = None) -> list[Outcome]:
+        """Returns one outcome per request, in order. Equal requests are carried out once.
+
+        May be called from any thread; calls run one by one.
+
+        Args:
+          seconds: in place of the usual limit.
+
+        Raises:
+          Refusal, InputError: as `about`.
+        """
+        texts = [json.dumps(body) for body in bodies]
+        different = dict(zip(texts, bodies, strict=True))
+        with self._mapping:
+            found = dict(self.stream([*different.values()], seconds=seconds))
+        outcomes = {text: found[index] for index, text in enumerate(different)}
+        return [outcomes[text] for text in texts]
+
+    def stream(
+        self, bodies: Sequence[Any], *, together: int = 1, seconds: float | None = None
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Yields (index, outcome) for each request, as soon as it is there.
+
+        The processes go on while the caller is at something else. What a caller leaves is not
+        begun.
+
+        Args:
+          together: this many requests are given to a process at once. With more than one, the
+            handler watches the limit of each.
+          seconds: in place of the usual limit.
+
+        Raises:
+          Refusal, InputError: as `about`.
+        """
+        self._threads = self._threads or ThreadPoolExecutor(self.limits.workers)
+        limit = seconds or self.limits.seconds
+        if self._users:
+            limit += GRACE_SECONDS / 2 if together > 1 else 0.0
+            clock_seconds = limit + GRACE_SECONDS
+        else:
+            clock_seconds = CLOCK_FACTOR * limit + CLOCK_EXTRA
+        call = _Call(limit, clock_seconds, self._threads, SimpleQueue())
+        numbered = list(enumerate(bodies))
+        try:
+            for start in range(0, len(numbered), together):
+                self._begin(call, dict(numbered[start : start + together]))
+            for _ in bodies:
+                outcome = call.outcomes.get()
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                yield outcome
+        except GeneratorExit:
+            raise
+        except BaseException:  # an interrupt must not wait for a process that hangs
+            self._end()
+            raise
+        finally:
+            call.left = True
+            for task in tuple(call.tasks):
+                task.cancel()
+
+    def _begin(self, call: _Call, bodies: dict[int, Any]) -> None:
+        if not call.left:
+            call.tasks.append(call.threads.submit(self._serve, call, bodies))
+
+    def _serve(self, call: _Call, bodies: dict[int, Any]) -> None:
+        """Puts the outcomes of requests there, by number."""
+        try:
+            end = self._ask(call, bodies, fresh=False)
+            if len(bodies) > 1:  # one of them ended the process: each has one of its own
+                for index in tuple(bodies):
+                    self._begin(call, {index: bodies.pop(index)})
+            elif bodies and end.fault == ERROR:
+                # It may have been killed from outside, perhaps for the machine's memory.
+                end = self._ask(call, bodies, fresh=True)
+            for index in bodies:
+                call.outcomes.put((index, end))
+        except BaseException as error:
+            call.outcomes.put(error)
+
+    def _ask(self, call: _Call, bodies: dict[int, Any], *, fresh: bool) -> Outcome:
+        """Has a process answer requests, and takes those answered away; how it ended if not all."""
+        worker, order = self._ready(fresh=fresh), list(bodies)
+        body = list(bodies.values()) if self._users else bodies[order[0]]
+        worker.send(json.dumps({"seconds": call.seconds, "body": body}), call.clock_seconds)
+        while bodies:
+            try:
+                place, outcome = self._read(worker.hear(last=len(bodies) == 1) or {})
+                del bodies[order[place]]
+            except (KeyError, TypeError, ValueError, IndexError):  # it has ended, or sent nonsense
+                self._busy.discard(worker)
+                end = _ended(worker)
+                with suppress(OSError):  # programs that it has started
+                    os.killpg(worker.pid, signal.SIGKILL)
+                return end
+            if not bodies:
+                self._free(worker)
+            call.outcomes.put((order[place], outcome))
+        return Outcome()
+
+    def _read(self, reply: Mapping[str, Any]) -> tuple[int, Outcome]:
+        """The place of the request that a reply is to, and its outcome."""
+        if self._users:
+            place, value = reply["value"]
+            return place, Outcome(value)
+        if "error" in reply:
+            return 0, Outcome(None, ERROR, f"{reply['type']}: {reply['error']}"[:500])
+        return 0, Outcome(reply["value"])
+
+    def _ready(self, *, fresh: bool) -> "_Worker":
+        """A worker that has started, for one request; `fresh`: a new one. Errors as of `about`."""
         end = ""
         for _ in range(STARTS):
             with self._turn:
@@ -146,239 +294,35 @@ class _Pool:
         self._busy.discard(worker)
         self._workers.append(worker)
 
-    def _stop(self, threads: ThreadPoolExecutor) -> None:
-        """Ends the threads of a call that is given up, and all workers."""
-        with self._turn:
-            self._stopped = True
-        for worker in tuple(self._busy):
-            worker.kill()  # so that its thread hears of it
-        threads.shutdown(cancel_futures=True)
-        self._stopped = False
-        self._end()
-
     def _end(self) -> None:
+        """Ends the threads of calls that are given up, and all workers."""
+        threads, self._threads = self._threads, None
+        if threads is not None:  # else another thread is ending them already
+            with self._turn:
+                self._stopped = True
+            for worker in tuple(self._busy):
+                worker.kill()  # so that its thread hears of it
+            threads.shutdown(cancel_futures=True)
+            self._stopped = False
         for worker in (*self._workers, *self._busy):
             worker.end()
         self._workers.clear()
         self._busy.clear()
 
 
-class Guard(_Pool):
-    """A pool of workers of one kind. `map` may be called from any thread; calls run one by one.
-
-    Workers start when first needed, or by `start`. They end by `close`, with the guard, or with the
-    program.
-    """
-
-    def __init__(self, kind: str, setup: Mapping[str, Any], limits: Limits) -> None:
-        whole = {"kind": kind, "memory": limits.memory, "seconds": 0, "body": setup}
-        super().__init__(f"grading with {kind}", partial(_Worker, json.dumps(whole), START_SECONDS))
-        self.limits = limits
-        self._call = Lock()
-
-    def start(self) -> None:
-        """Starts the workers without waiting, so that they import while other work goes on."""
-        with self._call:
-            while len(self._workers) < self.limits.workers:
-                self._workers.append(self._make())
-
-    def close(self) -> None:
-        """Ends the workers. A later `map` starts new ones."""
-        with self._call:
-            self._end()
-
-    def map(self, bodies: Sequence[Any], *, seconds: float | None = None) -> list[Outcome]:
-        """Returns one outcome per request, in order. Equal requests are carried out once.
-
-        Args:
-          bodies: what the worker's handler takes, as JSON.
-          seconds: CPU seconds for each, instead of the limit's.
-
-        Raises:
-          Refusal: if the workers refuse their setup.
-          InputError: if workers end while they start, again and again.
-        """
-        seconds = seconds or self.limits.seconds
-        texts = [json.dumps({"seconds": seconds, "body": body}) for body in bodies]
-        answer = partial(self._answer, CLOCK_FACTOR * seconds + CLOCK_EXTRA)
-        # A thread for each worker, which waits for it.
-        with self._call, ThreadPoolExecutor(self.limits.workers) as threads:
-            answers = {text: threads.submit(answer, text) for text in dict.fromkeys(texts)}
-            try:
-                wait(answers.values(), return_when=FIRST_EXCEPTION)
-                return [answers[text].result() for text in texts]
-            except BaseException:  # an interrupt must not leave replies for the next call
-                self._stop(threads)
-                raise
-
-    def _answer(self, clock_seconds: float, request: str) -> Outcome:
-        """What a worker makes of a request; if it is killed, what another one does."""
-        end = ""
-        # It may have been killed from outside, perhaps for the machine's memory.
-        for again in (False, True):
-            worker = self._ready(fresh=again)
-            worker.send(request, clock_seconds)
-            reply = worker.hear()
-            self._busy.discard(worker)
-            if reply is not None:
-                self._workers.append(worker)
-                error = f"{reply['type']}: {reply['error']}"[:500] if "error" in reply else ""
-                return Outcome(reply.get("value"), ERROR if error else None, error)
-            late, code = worker.late, worker.end(END_SECONDS)
-            end = f"worker ended with code {code}"
-            if late or code == -signal.SIGPROF:
-                return Outcome(None, TIMEOUT, end)
-        return Outcome(None, ERROR, f"{end}, twice")
-
-
-class Crowd(_Pool):
-    """Processes for an environment of the user's, which answer the requests of a batch together.
-
-    They end by `close`, with this object or with the program; a later call starts others.
-
-    Attributes:
-      seconds: limit of one request by the clock, from when a process begins with it.
-      about: what the handler says of itself.
-    """
-
-    def __init__(
-        self,
-        handler: str,
-        label: str,
-        *,
-        seconds: float,
-        workers: int,
-        memory: int,
-        **setup: Any,
-    ) -> None:
-        """Starts the first process, in which the function `handler` makes what answers.
-
-        Args:
-          label: what the code is called in messages.
-          handler: written `module:function`. It answers a list of requests with an iterator over
-            (place in the list, value), in any order.
-          memory: bytes of a process's address space.
-
-        Raises:
-          Refusal: the handler refuses its setup.
-          InputError: the processes end while they start, again and again.
-        """
-        whole = {"kind": handler, "memory": memory, "seconds": START_SECONDS, "body": setup}
-        text = json.dumps({**whole, "path": sys.path}, default=str)
-        super().__init__(label, partial(_Worker, text, START_SECONDS + GRACE_SECONDS, quiet=False))
-        self.seconds, self.workers = seconds, workers
-        self._threads: ThreadPoolExecutor | None = None
-        worker = self._ready(fresh=False)
-        self.about: Any = (worker.started or {}).get("value")
-        self._free(worker)
-
-    def stream(
-        self, bodies: Sequence[Any], *, together: int = 1, seconds: float | None = None
-    ) -> Iterator[tuple[int, Outcome]]:
-        """Yields (index, outcome) for each request, as soon as it is there.
-
-        The processes go on while the caller is at something else. What a caller leaves is not
-        begun.
-
-        Args:
-          together: this many requests are given to a process at once. With more than one, the
-            handler watches the limit of each.
-          seconds: in place of the usual limit.
-        """
-        self._threads = threads = self._threads or ThreadPoolExecutor(self.workers)
-        outcomes: SimpleQueue[tuple[int, Outcome] | BaseException] = SimpleQueue()
-        limit = (seconds or self.seconds) + (GRACE_SECONDS / 2 if together > 1 else 0.0)
-        tasks: list[Future[None]] = []
-        left = Event()
-
-        def begin(part: dict[int, Any]) -> None:
-            if not left.is_set():
-                tasks.append(threads.submit(self._serve, limit, outcomes, begin, part))
-
-        numbered = list(enumerate(bodies))
-        for start in range(0, len(numbered), together):
-            begin(dict(numbered[start : start + together]))
-        try:
-            for _ in bodies:
-                outcome = outcomes.get()
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                yield outcome
-        except GeneratorExit:
-            raise
-        except BaseException:  # an interrupt must not wait for a process that hangs
-            self.close()
-            raise
-        finally:
-            left.set()
-            for task in tuple(tasks):
-                task.cancel()
-
-    def close(self) -> None:
-        """Ends the processes."""
-        threads, self._threads = self._threads, None
-        if threads is None:
-            self._end()
-        else:
-            self._stop(threads)
-
-    def _serve(
-        self,
-        seconds: float,
-        outcomes: SimpleQueue,
-        begin: Callable[[dict[int, Any]], None],
-        bodies: dict[int, Any],
-    ) -> None:
-        """Puts the outcomes of requests there, by number; `begin` has others served."""
-        try:
-            end = self._ask(seconds, outcomes, bodies, fresh=False)
-            if len(bodies) > 1:  # one of them ended the process: each has one of its own
-                for index in tuple(bodies):
-                    begin({index: bodies.pop(index)})
-            elif bodies and end.fault == ERROR:  # it may have been killed from outside
-                end = self._ask(seconds, outcomes, bodies, fresh=True)
-            for index in bodies:
-                outcomes.put((index, end))
-        except BaseException as error:
-            outcomes.put(error)
-
-    def _ask(
-        self, seconds: float, outcomes: SimpleQueue, bodies: dict[int, Any], *, fresh: bool
-    ) -> Outcome:
-        """Has a process answer requests, and takes those answered away; how it ended if not all."""
-        worker, order = self._ready(fresh=fresh), list(bodies)
-        request = json.dumps({"seconds": seconds, "body": list(bodies.values())})
-        worker.send(request, seconds + GRACE_SECONDS)
-        while bodies:
-            try:
-                place, value = (worker.hear(last=len(bodies) == 1) or {})["value"]
-                del bodies[order[place]]
-            except (KeyError, TypeError, ValueError, IndexError):  # it has ended, or sent nonsense
-                self._busy.discard(worker)
-                end = _ended(worker)
-                with suppress(OSError):  # programs that it has started
-                    os.killpg(worker.pid, signal.SIGKILL)
-                return end
-            outcomes.put((order[place], Outcome(value)))
-        self._free(worker)
-        return Outcome()
-
-
 def _ended(worker: "_Worker") -> Outcome:
-    """Ends a worker for the user's code that gave no answer, and says what it did."""
-    _, stack = worker.notes()
-    code = worker.end(CLOSE_SECONDS)
-    if stack or worker.forced:
+    """Ends a worker that gave no answer, and says what it did."""
+    (_, stack), late = worker.notes(), worker.late
+    code = worker.end(END_SECONDS if worker.quiet else CLOSE_SECONDS)
+    if stack or (late or code == -signal.SIGPROF if worker.quiet else worker.forced):
         return Outcome(None, TIMEOUT, stack)
-    if code < 0:
+    if code < 0 and not worker.forced:
         return Outcome(None, ERROR, f"was killed by signal {-code}")
     return Outcome(None, ERROR, f"ended its process (exit status {code}) or closed its files")
 
 
 class Isolated:
-    """Code of the user's in a process of its own, which makes all calls in order.
-
-    It ends by `close`, with this object or with the program; a later call starts another.
+    """Code of the user's in a process of its own, which ends and starts again as those of `Pool`.
 
     Attributes:
       label: what the code is called in messages, such as `reward rewards:brief`.
@@ -465,13 +409,9 @@ class _Worker:
     """One process, and the reply to its setup once it has started."""
 
     def __init__(self, setup: str, seconds: float, *, quiet: bool = True) -> None:
-        """Starts it, without waiting.
-
-        Args:
-          seconds: from now on, to be late after.
-          quiet: without output, and in one thread.
-        """
+        """Starts it, to be late after `seconds`; `quiet`: without output, and in one thread."""
         self.started: dict[str, Any] | None = None
+        self.quiet = quiet
         self.forced = False  # ended by `end`
         self._link, theirs = Pipe()
         self._notes = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `_end`)
@@ -505,10 +445,7 @@ class _Worker:
             self._link.send_bytes(request.encode())
 
     def hear(self, *, last: bool = True) -> dict[str, Any] | None:
-        """Returns a reply, or None if the process is late, has died or sent nonsense.
-
-        `last`: no other reply follows to the same request.
-        """
+        """A reply, `last` to its request; None if the process is late, dead or says nonsense."""
         try:
             if not self._link.poll(max(0.0, self._deadline - time.monotonic())):
                 return None
@@ -526,10 +463,7 @@ class _Worker:
         return place, _innermost(text[HEAD:].decode(errors="replace"))
 
     def end(self, patience: float = 0.0) -> int:
-        """Ends the process, by force if it is late or has not ended itself within `patience` s.
-
-        Returns its exit code, -n for signal n.
-        """
+        """Ends the process, by force after `patience` s, at once if it is late; its exit code."""
         self._link.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(0.0 if self.late else patience)
@@ -546,10 +480,8 @@ def _end(link: Connection, process: subprocess.Popen, notes: BinaryIO) -> None:
 
 
 def _innermost(stack: str) -> str:
-    """The first line of the threads' stacks that is no library's, as `, in FILE, line N`.
-
-    The main thread's comes first. It stands last in what is written.
-    """
+    """The first line of the threads' stacks that is no library's, as `, in FILE, line N`."""
+    # The main thread's comes first. It stands last in what is written.
     threads = reversed(stack.split("most recent call first")[1:])
     lines = [line.strip() for thread in threads for line in thread.splitlines()]
     files = [line for line in lines if line.startswith("File ")]

@@ -78,16 +78,14 @@ def _json(path: Path) -> Iterator[Row]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"dataset {path}: cannot be read: {error}") from error
     if text.lstrip().startswith("[") and path.suffix == ".json":
-        values = enumerate(json_value(text, f"dataset {path}"), 1)
-        return (_row(value, f"{path}, row {number}") for number, value in values)
+        for number, value in enumerate(json_value(text, f"dataset {path}"), 1):
+            yield _row(value, f"{path}, row {number}")
+        return
     # Not splitlines(): U+2028 and its like may stand unescaped inside a JSON string.
-    lines = ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
-    return (_line(path, number, line) for number, line in lines)
-
-
-def _line(path: Path, number: int, line: str) -> Row:
-    where = f"{path}, line {number}"
-    return _row(json_value(line, f"dataset {where}"), where)
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield _row(json_value(line, f"dataset {where}"), where)
 
 
 def _row(value: object, where: str) -> Row:
@@ -185,9 +183,7 @@ def _folders(path: Path, files: Sequence[Path]) -> str:
 
 
 def _saved(path: Path, split: str) -> Iterator[Row]:
-    _need_datasets(str(path))
-    import datasets  # an extra
-
+    datasets = _datasets(str(path))
     try:
         dataset = datasets.load_from_disk(str(path))
     except Exception as error:
@@ -201,9 +197,7 @@ def _saved(path: Path, split: str) -> Iterator[Row]:
 
 
 def _hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
-    _need_datasets(name)
-    import datasets  # an extra
-
+    datasets = _datasets(name)
     try:
         dataset = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # the hub's clients raise dozens of types
@@ -214,6 +208,9 @@ def _hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
     return (_row(row, f"{name} {split}, row {i}") for i, row in enumerate(dataset, 1))
 
 
-def _need_datasets(source: str) -> None:
+def _datasets(source: str) -> Any:
     if find_spec("datasets") is None:
         raise InputError(f"dataset {source!r} needs `datasets`: pip install 'tim-jax[math]'")
+    import datasets  # an extra
+
+    return datasets

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
+from inspect import signature
 from itertools import islice
 from types import FrameType, MappingProxyType
 from typing import Any, Literal
@@ -20,13 +21,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tim_jax.common.errors import InputError
-from tim_jax.tasks.base import EOS, Message, first_line
+from tim_jax.common.inputs import shown
+from tim_jax.tasks.base import EOS, Message, first_line, last_text
 
 PAD = "<pad>"
 MOST_LINES = 3_000_000  # of a chat template's program, for one prompt: some seconds
-SHOWN = 60  # characters of a prompt quoted in an error
 _CLOCK = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(["'])((?:(?!\1).)*)\1\s*\)""")
 _AT_A_TIME = 1024  # prompts that are encoded together
+
+TextOrMessages = str | Sequence[Message]
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -63,9 +66,29 @@ def uses_template(
     return bool(tokenizer.chat_template) if chat_template == "auto" else chat_template
 
 
+def unread_options(
+    tokenizer: PreTrainedTokenizerFast,
+    options: Mapping[str, Any],
+    *,
+    chat_template: bool | Literal["auto"],
+) -> list[str]:
+    """The options that no prompt depends on: those that the chat template does not name.
+
+    All of them where prompts do not go through it.
+    """
+    if not uses_template(tokenizer, chat_template):
+        return [*options]
+    try:
+        template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+    except ValueError:  # as `encode_prompt` says
+        return []
+    known = {*re.findall(r"\w+", template), *signature(tokenizer.apply_chat_template).parameters}
+    return [name for name in options if name not in known]
+
+
 def encode_prompt(
     tokenizer: PreTrainedTokenizerFast,
-    prompt: str | Sequence[Message],
+    prompt: TextOrMessages,
     *,
     chat_template: bool | Literal["auto"] = "auto",
     template_options: Mapping[str, Any] = MappingProxyType({}),
@@ -96,7 +119,8 @@ def encode_prompt(
         raise InputError(f"{where} is empty")
     if max_length is not None and len(ids) > max_length:
         raise InputError(
-            f"{where} has {len(ids)} tokens, at most {max_length} are allowed: {_quoted(prompt)}"
+            f"{where} has {len(ids)} tokens, at most {max_length} are allowed:"
+            f" {shown(last_text(prompt))}"
         )
     return ids
 
@@ -134,7 +158,7 @@ def dated(
 
 def check_prompts(
     tokenizer: PreTrainedTokenizerFast,
-    prompts: Iterable[tuple[str, str | Sequence[Message]]],
+    prompts: Iterable[tuple[str, TextOrMessages]],
     *,
     chat_template: bool | Literal["auto"],
     template_options: Mapping[str, Any],
@@ -150,10 +174,15 @@ def check_prompts(
     """
     templated = uses_template(tokenizer, chat_template)
     opening = 0 if templated else len(_opening(tokenizer))
+    least, most = int(not opening), max_length - opening
     rest = _different(prompts)
     while batch := list(islice(rest, _AT_A_TIME)):
         texts = [_as_text(tokenizer, one, templated, template_options, name) for name, one in batch]
-        if _all_fit(tokenizer, texts, max_length - opening, allow_empty=opening > 0):
+        try:
+            encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        except Exception:  # a bare one of the Rust side, which does not say of which text
+            encoded = None
+        if encoded is not None and all(least <= len(ids) <= most for ids in encoded):
             continue
         for name, prompt in batch:
             encode_prompt(
@@ -167,8 +196,8 @@ def check_prompts(
 
 
 def _different(
-    prompts: Iterable[tuple[str, str | Sequence[Message]]],
-) -> Iterator[tuple[str, str | Sequence[Message]]]:
+    prompts: Iterable[tuple[str, TextOrMessages]],
+) -> Iterator[tuple[str, TextOrMessages]]:
     seen = set()
     for name, prompt in prompts:
         key = prompt if isinstance(prompt, str) else tuple(prompt)
@@ -177,40 +206,23 @@ def _different(
             yield name, prompt
 
 
-def _all_fit(
-    tokenizer: PreTrainedTokenizerFast, texts: list[str], most: int, *, allow_empty: bool
-) -> bool:
-    try:
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    except Exception:  # a bare one of the Rust side, which does not say of which text
-        return False
-    return all(len(ids) <= most and (ids or allow_empty) for ids in encoded)
-
-
 def _as_text(
     tokenizer: PreTrainedTokenizerFast,
-    prompt: str | Sequence[Message],
+    prompt: TextOrMessages,
     templated: bool,
     options: Mapping[str, Any],
     where: str,
 ) -> str:
     """The text that becomes a prompt's tokens."""
-    if templated:
-        return _through_template(tokenizer, prompt, options, where)
-    return prompt if isinstance(prompt, str) else "\n\n".join(m.content for m in prompt)
-
-
-def _through_template(
-    tokenizer: PreTrainedTokenizerFast,
-    prompt: str | Sequence[Message],
-    options: Mapping[str, Any],
-    where: str,
-) -> str:
+    if not templated:
+        return prompt if isinstance(prompt, str) else "\n\n".join(m.content for m in prompt)
     if not tokenizer.chat_template:
-        raise InputError(f"{where}: the tokenizer has no chat template; set chat_template to false")
+        raise InputError(f"{where}: the tokenizer has no chat template; leave chat_template out")
     messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-    text = render_chat(tokenizer, list(map(asdict, messages)), options, where=where)
-    _check_kept(messages, text, where)
+    chat = list(map(asdict, messages))
+    text = render_chat(tokenizer, chat, options, where=where)
+    # Some templates know the user's and assistant's alone.
+    check_kept([m for m in chat if m["role"] not in ("user", "assistant")], text, where)
     return text
 
 
@@ -227,40 +239,35 @@ def render_chat(
       InputError: the template refuses them, or does not end.
     """
     try:
-        with _ending(MOST_LINES), _drawing(repr(chat)):
+        with _ending(), _drawing(repr(chat)):
             text = tokenizer.apply_chat_template(
                 [dict(message) for message in chat],
                 tokenize=False,
                 add_generation_prompt=True,
                 **options,
             )
-    except ImportError as error:
-        raise InputError("chat templates need jinja2: pip install jinja2") from error
     except Exception as error:  # templates raise what their authors chose
         last = chat[-1].get("content")
-        quoted = _quoted(last if isinstance(last, str) else repr(last))
         raise InputError(
-            f"{where}: the chat template refused it: {first_line(error)}: {quoted}"
+            f"{where}: the chat template refused it: {first_line(error)}: {shown(last)}"
         ) from error
     return str(text)
 
 
-def _check_kept(messages: Sequence[Message], text: str, where: str) -> None:
-    """Refuses messages that a template passes over: some know the user's and assistant's alone."""
+def check_kept(messages: Iterable[Mapping[str, Any]], text: str, where: str) -> None:
+    """Refuses messages that a template passes over: their content is not in the text it wrote.
+
+    As it is or as JSON writes it: Llama's templates write a tool's result so, by Jinja's filter
+    `tojson` as `transformers` has it.
+    """
     for message in messages:
-        if message.role not in ("user", "assistant") and not has_content(text, message.content):
+        plain = message["content"].strip()
+        written = (json.dumps(plain, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))
+        if plain not in text and not any(form in text for form in written):
             raise InputError(
-                f"{where}: the chat template leaves out the message of the role {message.role!r}:"
-                f" {_quoted(message.content)}"
+                f"{where}: the chat template leaves out the message of the role"
+                f" {message['role']!r}: {shown(message['content'])}"
             )
-
-
-def has_content(text: str, content: str) -> bool:
-    """Whether a template's text has a message's content in it, as it is or as JSON writes it."""
-    plain = content.strip()
-    # Jinja's filter `tojson`, as `transformers` has it. Llama's templates write a tool's result so.
-    written = (json.dumps(plain, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))
-    return plain in text or any(form in text for form in written)
 
 
 @contextmanager
@@ -279,19 +286,21 @@ def _drawing(seed: str) -> Iterator[None]:
 
 
 @contextmanager
-def _ending(most: int) -> Iterator[None]:
-    """A context in which this thread runs at most `most` lines of Python.
+def _ending() -> Iterator[None]:
+    """A context in which this thread runs at most `MOST_LINES` lines of Python.
 
     A template's sandbox limits a range, but not ranges in one another. Lines and not seconds, so
     that a template is refused everywhere or nowhere.
     """
-    left = most
+    left = MOST_LINES
 
     def count(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
-            raise RuntimeError(f"it runs without an end (more than {most:,} lines of its program)")
+            raise RuntimeError(
+                f"it runs without an end (more than {MOST_LINES:,} lines of its program)"
+            )
         return count
 
     before = sys.gettrace()
@@ -313,7 +322,7 @@ def encode_text(tokenizer: PreTrainedTokenizerFast, text: str, *, where: str) ->
     except Exception as error:  # the Rust side raises bare Exceptions
         unknown = sorted(set(text) - set(tokenizer.get_vocab()))
         raise InputError(
-            f"{where} has characters without a token, {''.join(unknown[:10])!r}: {_quoted(text)}"
+            f"{where} has characters without a token, {''.join(unknown[:10])!r}: {shown(text)}"
         ) from error
 
 
@@ -322,8 +331,3 @@ def _opening(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     return [
         i for i in tokenizer.encode("", add_special_tokens=True)[:1] if i == tokenizer.bos_token_id
     ]
-
-
-def _quoted(prompt: str | Sequence[Message]) -> str:
-    text = prompt if isinstance(prompt, str) else prompt[-1].content if prompt else ""
-    return repr(text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}...")

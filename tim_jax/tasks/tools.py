@@ -5,20 +5,16 @@
 
     respond = tools([calculator], reward=right)
 
-A turn with calls is replied to with what the functions return, one message each. A turn without one
-is the answer, which is graded and ends the episode. Calls are what the tokenizer's response
-template reads in a completion. Without one they are read as Hermes and Qwen2.5 or Qwen3 write them,
-or as Llama does, whose whole turn is one call. A chat template that writes them in another way is
-refused.
+A turn with calls is replied to with what the functions return, one message each, or with its error,
+so that the policy can try again. A turn without one is the answer, which is graded and ends the
+episode. Calls are what the tokenizer's response template reads in a completion. Without one they
+are read as Hermes and Qwen2.5 or Qwen3 write them, or as Llama does, whose whole turn is one call.
 
     <tool_call>
     {"name": "calculator", "arguments": {"expression": "12*7"}}
     </tool_call>
 
     {"name": "calculator", "parameters": {"expression": "12*7"}}
-
-A bad call (no JSON, an unknown name, wrong arguments, a function that raises) gets the error as its
-reply, so that the policy can try again.
 """
 
 import ast
@@ -32,15 +28,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 from tim_jax.common.errors import InputError, check_choice, did_you_mean
 from tim_jax.tasks import sandbox
-from tim_jax.tasks.base import first_line
+from tim_jax.tasks.base import ChatMessage, Completion, Reply, first_line, is_json
 from tim_jax.tasks.custom import described
 from tim_jax.tasks.environments import TOGETHER
-from tim_jax.tasks.episodes import Completion, Message, Reply
 
 MOST_CHARACTERS = 4000  # of a result
 OPENS, CLOSES = "<think>", "</think>"  # a thought
@@ -124,7 +118,7 @@ class _Use:
             return state, Reply(reward=self.reward(state, completion), done=True)
         return state, Reply([self._message(call, await self._result(call)) for call in calls])
 
-    def _message(self, call: Call, result: str) -> Message:
+    def _message(self, call: Call, result: str) -> ChatMessage:
         if len(result) > self.most_characters:
             left_out = len(result) - self.most_characters
             result = f"{result[: self.most_characters]} ... ({left_out} more characters)"
@@ -157,9 +151,7 @@ def schema(function: Callable[..., Any]) -> Mapping[str, Any]:
     Raises:
       InputError: a type hint or the explanation of an argument is missing.
     """
-    from transformers.utils.chat_template_utils import (
-        get_json_schema,  # it imports torch
-    )
+    from transformers.utils.chat_template_utils import get_json_schema  # it imports torch
 
     try:
         return get_json_schema(function)
@@ -190,14 +182,7 @@ def _ends_a_thought(text: str) -> bool:
     if not closes or OPENS in head or _whole(text):
         return False
     calls = (one for one in _CALL.finditer(text) if one.start() < len(head) < one.end())
-    return not any(_is_json(one["call"]) for one in calls)
-
-
-def _is_json(text: str) -> bool:
-    with suppress(ValueError, RecursionError):
-        json.loads(text)
-        return True
-    return False
+    return not any(is_json(one["call"]) for one in calls)
 
 
 def _read_text(text: str, closed: str) -> Call:
@@ -232,17 +217,15 @@ def _read_value(value: Any) -> Call:
 # Tools that need nothing else.
 
 _LARGEST = 10**100
-_OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = MappingProxyType(
-    {
-        ast.Add: operator.add,
-        ast.Sub: operator.sub,
-        ast.Mult: operator.mul,
-        ast.Div: operator.truediv,
-        ast.FloorDiv: operator.floordiv,
-        ast.Mod: operator.mod,
-        ast.Pow: operator.pow,
-    }
-)
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
 
 
 def calculator(expression: str) -> str:
@@ -254,30 +237,35 @@ def calculator(expression: str) -> str:
     if len(expression) > 1000:
         raise ValueError("the expression is too long")
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = arithmetic_value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("this is no arithmetic expression") from None
     return repr(int(value) if value == int(value) else value)
 
 
-def _value(node: ast.expr) -> int | float:
+def arithmetic_value(node: ast.expr, *, largest: int = _LARGEST) -> int | float:
+    """Returns the value of a parsed expression, which is not run; no part of it is above `largest`.
+
+    Raises:
+      ValueError: it is no arithmetic, or its value or an exponent is too large.
+    """
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            return _bounded(value)
+            return _bounded(value, largest)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
+            return -arithmetic_value(operand, largest=largest)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand)
+            return arithmetic_value(operand, largest=largest)
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
-            a, b = _value(left), _value(right)
+            a, b = (arithmetic_value(side, largest=largest) for side in (left, right))
             if isinstance(sign, ast.Pow) and abs(b) > 1000:
                 raise ValueError("the exponent is too large")
-            return _bounded(_OPERATORS[type(sign)](a, b))
+            return _bounded(_OPERATORS[type(sign)](a, b), largest)
     raise ValueError("only numbers, parentheses and + - * / // % ** are allowed")
 
 
-def _bounded(value: Any) -> int | float:
-    if isinstance(value, complex) or not math.isfinite(value) or abs(value) > _LARGEST:
+def _bounded(value: Any, largest: int) -> int | float:
+    if isinstance(value, complex) or not math.isfinite(value) or abs(value) > largest:
         raise ValueError("the value is too large, or no real number")
     return value
 

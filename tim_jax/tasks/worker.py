@@ -96,10 +96,7 @@ class Refused(Exception):
         self.details = details
 
 
-HANDLERS: dict[str, Callable[[dict[str, Any]], Handler]] = {
-    "math": math_handler,
-    "gym": gym_handler,
-}
+HANDLERS: dict[str, Callable[..., Handler]] = {"math": math_handler, "gym": gym_handler}
 
 
 def limit_memory(size: int) -> None:
@@ -217,7 +214,7 @@ def serve(link: Connection, notes: int) -> None:
 
     def send(reply: str) -> None:
         end_if_forked(own)
-        with suppress(OSError):  # a full disk under what was printed
+        with suppress(Exception):  # a full disk under what was printed, or the code has closed it
             sys.stdout.flush()
         link.send_bytes(reply.encode())
 

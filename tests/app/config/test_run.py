@@ -14,7 +14,7 @@ from tim_jax import corrections
 from tim_jax.app.config import run, sections, toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.toml import build, dump, load, parse_override
-from tim_jax.app.run import assembly, checkpoints, folders
+from tim_jax.app.run import assembly, folders
 from tim_jax.common.errors import InputError
 from tim_jax.objectives import losses
 from tim_jax.rl.rules import Turns
@@ -316,6 +316,11 @@ REFUSED = [
         " model's 256 positions",
     ),
     (
+        "sampling={max_turns=2, max_tokens=8, max_episode_tokens=1000}",
+        "sampling.max_episode_tokens = 1000: with max_prompt_length = 32 is 1032, more than the"
+        " model's 256 positions",
+    ),
+    (
         "model.architecture={num_heads=3}",
         "model.architecture.num_kv_heads = 2: must divide num_heads = 3",
     ),
@@ -497,7 +502,11 @@ def test_what_a_resumed_run_may_change():
         "task.reward_time_limit",
         "task.environment_workers",
         "task.eval_subset",
+        "task.path",
+        "task.eval_path",
     }
+    assert "model.path" not in RunConfig().may_change()
+    assert "model.path" in build({"lora": {}, "warmup": {"steps": 0}}).may_change()
     assert calls == {key for key in RunConfig().may_change() if key.startswith("task")}
     cosine = build({"optimizer": {"schedule": "cosine"}})
     assert "steps" not in cosine.may_change()
@@ -808,15 +817,11 @@ def test_the_arms_of_the_paper_are_one_line_away(arm):
     assert assembly.make_learning(config).correction.blocks
 
 
-def test_a_run_of_an_older_version_goes_on_where_new_keys_have_their_defaults(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(checkpoints, "list_steps", lambda folder: [1])
-    config = build({"run": {"folder": str(tmp_path)}})
-    older = [line for line in dump(config).splitlines() if "refills" not in line]
-    (tmp_path / "config.toml").write_text("\n".join(older))
-    key = "learner.refills"
-    assert key in folders.changeable(config)
+def test_a_run_of_an_older_version_goes_on_where_new_keys_have_their_defaults():
+    config = build({})
+    older = "\n".join(line for line in dump(config).splitlines() if "refills" not in line)
+    assert folders.config_differences(older, dump(config)) == []
     learner = config.learner.model_copy(update={"refills": 2})
-    assert key not in folders.changeable(config.model_copy(update={"learner": learner}))
-    assert "learner.mini_batches" not in folders.changeable(config)
+    now = dump(config.model_copy(update={"learner": learner}))
+    (found,) = folders.config_differences(older, now)
+    assert str(found) == "learner.refills was 0, now 2"

@@ -22,7 +22,7 @@ from tim_jax.app.config import toml, verl, verl_keys
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
 from tim_jax.rl import learner
-from tim_jax.rl.experience import experience
+from tim_jax.rl.learner import experience
 from tim_jax.rl.types import Learning, TrainState, mini_batch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
@@ -570,6 +570,38 @@ def test_refills_are_said_to_come_from_another_order_of_the_prompts():
     data = {"algorithm": {"adv_estimator": "grpo", "filter_groups": {"enable": True}}}
     (line,) = verl.translate(data).differs
     assert line.startswith("the prompts that replace groups of equal rewards come from a second")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "line"),
+    [
+        ("actor_rollout_ref.rollout.top_k", 50, "log-probs are over what top-k and top-p keep"),
+        ("actor_rollout_ref.rollout.top_p", 0.95, "log-probs are over what top-k and top-p keep"),
+        ("actor_rollout_ref.model.lora_rank", 32, "all weights are trained, in verl adapters"),
+        ("actor_rollout_ref.model.lora.rank", 32, "all weights are trained, in verl adapters"),
+        ("actor_rollout_ref.rollout.multi_turn.enable", True, "set sampling.max_turns"),
+        ("reward_model.overlong_buffer.enable", True, "set learner.objective.overlong_cache"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.enable", True, "objective.overlong_cache"),
+    ],
+)
+def test_what_other_sections_do_to_a_step_is_named(path, value, line):
+    def given(value):
+        for part in reversed(path.split(".")):
+            value = {part: value}
+        return {"algorithm": {"adv_estimator": "grpo"}, **value}
+
+    (found,) = verl.translate(given(value)).differs
+    assert line in found
+    off = {"top_k": -1, "top_p": 1.0}.get(path.rpartition(".")[2], 0 if value == 32 else False)
+    assert not verl.translate(given(off)).differs
+
+
+def test_files_of_a_defaults_list_are_said_not_to_be_read():
+    data: dict[str, Any] = {"defaults": ["ppo_trainer", "_self_"]}
+    with pytest.raises(InputError, match=r"has none of the sections .*; the files of its defaults"):
+        verl.translate(data | {"data": {}})
+    notes = verl.translate(data | {"algorithm": {"adv_estimator": "grpo"}}).notes
+    assert "the files of its defaults list are not read" in notes[-1]
 
 
 def test_a_key_that_is_left_out_has_verls_default():

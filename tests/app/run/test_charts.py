@@ -46,6 +46,7 @@ def near(shown, color):
 
 
 def test_the_chart_shows_what_happened(tmp_path):
+    sys.modules.pop("matplotlib.pyplot", None)
     good = training_chart(write(tmp_path / "a.jsonl", rows(120)), tmp_path / "a.png")
     assert good.read_bytes().startswith(PNG)
     shown = pixels(good)
@@ -56,6 +57,7 @@ def test_the_chart_shows_what_happened(tmp_path):
     assert near(shown, "#c0392b") == 0
     bad = training_chart(write(tmp_path / "b.jsonl", rows(120, unequal=400)), tmp_path / "b.png")
     assert near(pixels(bad), "#c0392b") > 300
+    assert "matplotlib.pyplot" not in sys.modules
 
 
 def test_short_partial_and_odd_files_are_drawn(tmp_path):
@@ -68,8 +70,8 @@ def test_short_partial_and_odd_files_are_drawn(tmp_path):
         assert training_chart(path, tmp_path / f"{name}.png").read_bytes().startswith(PNG)
 
 
-@pytest.mark.parametrize("name", ["a $x^$ b", r"cost $\frac{$"])
-def test_a_dollar_in_a_name_is_no_formula(tmp_path, name):
+def test_a_dollar_in_a_name_is_no_formula(tmp_path):
+    name = r"a $x^$ cost $\frac{$"
     (tmp_path / name).mkdir()
     metrics = write(tmp_path / name / "metrics.jsonl", rows(3))
     assert training_chart(metrics, tmp_path / "run.png").read_bytes().startswith(PNG)
@@ -81,12 +83,6 @@ def test_a_dollar_in_a_name_is_no_formula(tmp_path, name):
     }
     record = {"model": name, "jax": "0.10", "cases": [sampler]}
     assert source_chart(record, tmp_path / "source.png").read_bytes().startswith(PNG)
-
-
-def test_pyplot_stays_out_of_it(tmp_path):
-    sys.modules.pop("matplotlib.pyplot", None)
-    training_chart(write(tmp_path / "a.jsonl", rows(3)), tmp_path / "a.png")
-    assert "matplotlib.pyplot" not in sys.modules
 
 
 def test_bad_input_is_one_line(tmp_path):

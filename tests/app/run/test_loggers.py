@@ -16,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tim_jax.app.config import toml
+from tim_jax.app.jobs import train
+from tim_jax.app.run import loggers
 from tim_jax.app.run.loggers import (
     JsonLines,
     MLflow,
@@ -414,6 +416,38 @@ def test_tee_writes_to_all(tmp_path):
     tee.write(1, {"x": 1})
     tee.close()
     assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == '{"step": 1, "x": 1}\n'
+
+
+@pytest.mark.usefixtures("fake_mlflow")
+def test_loggers_that_cannot_be_closed_or_started_leave_none_open(tmp_path, monkeypatch):
+    """As TensorBoard's on a full disk, and MLflow where there is none."""
+
+    def fails(self, *_, **options):
+        raise InputError("cannot write")
+
+    calls = []
+    monkeypatch.setitem(sys.modules, "wandb", _fake_wandb(calls))
+    changes = ["run.sinks=['tensorboard', 'wandb', 'mlflow']"]
+    config = toml.load("configs/quickstart.toml", changes)
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorBoard, "close", fails)
+        with pytest.raises(InputError, match="cannot write"), extra_sinks(config, tmp_path, -1):
+            raise InputError("first")
+    assert calls.pop() == ("finish", 1)
+    assert Client.said[-1] == ("set_terminated", ("r1", "FAILED"), {})
+    monkeypatch.setattr(MLflow, "__init__", fails)
+    with pytest.raises(InputError, match="cannot write"):
+        extra_sinks(config, tmp_path, -1)
+    assert calls.pop() == ("finish", 1)
+
+
+def test_a_package_that_is_missing_is_named_before_the_run_has_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda package: None)
+    folder = tmp_path / "run"
+    changes = [f"run.folder={folder}", "run.sinks=['mlflow']"]
+    with pytest.raises(InputError, match="the package mlflow is not installed"):
+        train.train_run(toml.load("configs/quickstart.toml", changes))
+    assert not folder.exists()
 
 
 def test_a_disk_that_fails_when_lines_are_synced_is_one_line(tmp_path, monkeypatch):

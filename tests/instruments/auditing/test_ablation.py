@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import dials
 import jax
@@ -11,42 +13,41 @@ import tiny
 
 from tim_jax import metrics, mismatch
 from tim_jax.app import cli
-from tim_jax.app.jobs import measuring
+from tim_jax.app.jobs import audit
 from tim_jax.app.run import charts
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.auditing import ablation
-from tim_jax.instruments.auditing.cases import Score
-from tim_jax.instruments.auditing.running import learner_log_probs
-from tim_jax.model import calibration, hf
+from tim_jax.instruments.auditing import Score, ablation, learner_log_probs
+from tim_jax.model import fitting, hf
+from tim_jax.model.execution import Sampling
 from tim_jax.rl import programs
 
-DIAL = dials.dial(
+NOISE, TRUNCATION = (
     {"name": "log_prob_noise", "std": 0.01, "by": "probability"},
     {"name": "ignored_truncation"},
 )
-BENCH = measuring.Bench(
-    "tiny", dials.EXECUTION, tiny.params(dials.CONFIG), tiny.prompts(), tiny.GROUP
-)
+WHOLE = replace(dials.EXECUTION, sampling=Sampling(8, stop_tokens=(3, 5, 7)))
+BENCH = audit.Bench("tiny", WHOLE, tiny.params(dials.CONFIG), tiny.prompts(), tiny.GROUP)
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     chart = tmp_path_factory.mktemp("ablation") / "chart.png"
-    measured = measuring.report(BENCH, ablation.alone_and_together(DIAL))
-    measuring.draw(measured, chart)
+    measured = audit.report(BENCH, ablation.alone_and_together(dials.dial(NOISE)))
+    charts.source_chart(measured.record, chart)
     return measured, chart
 
 
 @pytest.mark.slow
-def test_baseline_each_alone_and_together(result):
-    record = result[0].record
-    cases = {case["case"]: case for case in record["cases"]}
+def test_baseline_each_alone_and_together():
+    bench = replace(BENCH, execution=dials.EXECUTION)
+    found = audit.report(bench, ablation.alone_and_together(dials.dial(NOISE, TRUNCATION)))
+    cases = {case["case"]: case for case in found.record["cases"]}
     labels = ["log_prob_noise(std=0.01, by=probability)", "ignored_truncation"]
     assert list(cases) == [ablation.BASELINE, *labels, ablation.TOGETHER]
     baseline, noise, truncation, together = cases.values()
     assert baseline["metrics"]["tokens"] > 20
     assert baseline["metrics"]["unequal_tokens"] == baseline["metrics"]["log_ratio_abs_max"] == 0
-    assert result[0].exact
+    assert found.exact
     assert 1e-3 < noise["metrics"]["log_ratio_abs_mean"] < 0.01
     assert truncation["metrics"]["log_ratio_abs_mean"] > 0
     assert together["metrics"]["unequal_tokens"] >= noise["metrics"]["unequal_tokens"]
@@ -54,11 +55,16 @@ def test_baseline_each_alone_and_together(result):
     assert together["entries"] == labels
     for case in (noise, truncation, together):
         assert case["reporting"]["log_ratio_abs_mean"] == case["metrics"]["log_ratio_abs_mean"]
-    assert (record["temperature"], record["top_p"]) == (0.8, 0.9)
+    assert (found.record["temperature"], found.record["top_p"]) == (0.8, 0.9)
 
 
 def test_profiles_hold_every_token_once(result):
-    for case in result[0].record["cases"]:
+    baseline, noise = result[0].record["cases"]
+    assert result[0].exact
+    assert baseline["metrics"]["tokens"] > 20
+    assert baseline["metrics"]["unequal_tokens"] == baseline["metrics"]["log_ratio_abs_max"] == 0
+    assert 1e-3 < noise["metrics"]["log_ratio_abs_mean"] < 0.01
+    for case in (baseline, noise):
         tokens, mean = case["metrics"]["tokens"], case["metrics"]["log_ratio_abs_mean"]
         for name in ("by_position", "by_probability", "by_length", "by_difference"):
             bins = case["profiles"][name]
@@ -68,10 +74,12 @@ def test_profiles_hold_every_token_once(result):
 
 
 def test_lengths_are_binned_by_response():
-    rollout = dials.rollout()
-    difference = np.where(rollout.mask, np.asarray(rollout.lengths)[:, None] * 1.0, 0.0)
+    lengths = np.asarray([1, 8, 3, 5, 8, 2], np.int32)
+    mask = np.arange(8) < lengths[:, None]
+    rollout: Any = SimpleNamespace(mask=mask, lengths=lengths, responses=mask)
+    difference = np.where(mask, lengths[:, None] * 1.0, 0.0)
     bins = ablation._by_length(difference, rollout)
-    assert sum(b.tokens for b in bins) == int(rollout.mask.sum())
+    assert sum(b.tokens for b in bins) == lengths.sum()
     for b in bins:
         assert not b.tokens or b.low <= b.mean < b.high
 
@@ -81,7 +89,7 @@ def test_written_as_json_and_markdown(result):
     lines = result[0].markdown.splitlines()
     tables = [line for line in lines if line.startswith("|")]
     assert any("mean \\|d\\|" in line for line in tables)
-    assert any(line.startswith("| `ignored_truncation` |") for line in tables)
+    assert any(line.startswith("| `log_prob_noise(std=0.01, by=probability)` |") for line in tables)
     assert all(
         f"| `{name}` |" in result[0].markdown for name in result[0].record["cases"][0]["metrics"]
     )
@@ -111,14 +119,16 @@ def test_short_numbers():
 def test_weights_are_rounded_once_where_activations_are_too():
     """A sampler is measured as a run has it; with these codes to round again is not the same."""
     entry = {"name": "quantised_weights", "dtype": "int4", "codes": "full", "activations": "int8"}
-    dial, prompts, execution = dials.dial(entry), tiny.prompts(), dials.EXECUTION
-    weights, samples = tiny.weights(execution), tiny.GROUP
+    dial, prompts, execution = dials.dial(entry), BENCH.prompts, WHOLE
+    weights, samples = dials.weights(), tiny.GROUP
     arms = [ablation.Arm("W4A8", dial)]
     (found,) = ablation.ablate(weights, prompts, arms, execution=execution, samples=samples)
     sample = programs.sampling_program(execution, samples=samples, mismatch=dial)
     rollout = sample(weights, prompts, jax.random.key(0))
-    log_probs, _ = learner_log_probs(execution, Score())(weights, rollout)
-    expected = metrics.mismatch_metrics(log_probs, rollout.log_probs, rollout.mask)
+    plain = replace(rollout, drawn_log_probs=None, hidden=None)
+    log_probs, _ = learner_log_probs(execution, Score())(weights, plain)
+    measure = jax.jit(metrics.mismatch_metrics)
+    expected = measure(log_probs, rollout.log_probs, rollout.mask)
     assert found.metrics == pytest.approx({k: float(x) for k, x in expected.items()}, rel=1e-5)
 
 
@@ -127,7 +137,7 @@ def test_weights_are_rounded_once_where_activations_are_too():
 
 def test_stale_weights_need_older_ones():
     with tiny.compilations() as counted, pytest.raises(InputError, match="no older weights"):
-        measuring.report(BENCH, ablation.alone_and_together(dials.standard("stale_weights")))
+        audit.report(BENCH, ablation.alone_and_together(dials.standard("stale_weights")))
     assert not counted
 
 
@@ -139,7 +149,7 @@ def test_stale_weights_are_those_that_are_given(capsys):
         ablation.Arm("stale", dials.standard("stale_weights")),
         ablation.Arm(ablation.BASELINE, mismatch.EXACT),
     ]
-    found = measuring.report(bench, cases)
+    found = audit.report(bench, cases)
     assert found.record["cases"][0]["metrics"]["log_ratio_abs_mean"] > 0.01
     assert found.record["cases"][1]["metrics"]["unequal_tokens"] == 0
     assert not found.exact  # the first case is to be the baseline
@@ -158,7 +168,7 @@ def test_stale_weights_are_those_that_are_given(capsys):
 )
 def test_a_bad_sampler_is_refused(text, words):
     with pytest.raises(InputError) as error:
-        measuring.read_dial(text)
+        audit.read_dial(text)
     for word in words:
         assert word in str(error.value), str(error.value)
 
@@ -166,20 +176,20 @@ def test_a_bad_sampler_is_refused(text, words):
 def test_a_dial_from_text_and_from_files(tmp_path):
     entries = '[{ name = "kv_cache", dtype = "int8" }, { name = "native_kernels" }]'
     expected = dials.dial({"name": "kv_cache", "dtype": "int8"}, {"name": "native_kernels"})
-    assert measuring.read_dial(f" {entries}") == expected
+    assert audit.read_dial(f" {entries}") == expected
     for number, head in enumerate(("", "[sampler]\n")):
         path = tmp_path / f"{number}.toml"
         path.write_text(f"{head}mismatch = {entries}\n")
-        assert measuring.read_dial(str(path)) == expected
+        assert audit.read_dial(str(path)) == expected
     (tmp_path / "other.toml").write_text("x = 1\n")
     with pytest.raises(InputError, match="no list `mismatch`"):
-        measuring.read_dial(str(tmp_path / "other.toml"))
+        audit.read_dial(str(tmp_path / "other.toml"))
 
 
 @pytest.mark.slow
 def test_the_command(tmp_path, capsys, monkeypatch):
     """Of a model folder; tests/app/test_cli.py has that of a run."""
-    monkeypatch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
+    monkeypatch.setattr(fitting, "calibrate", lambda config, numerics, **_: numerics)
     short = replace(dials.CONFIG, max_positions=24)
     hf.save(tmp_path / "model", tiny.params(dials.CONFIG), short)
     files = {name: tmp_path / name for name in ("json", "markdown", "chart")}
@@ -211,9 +221,9 @@ def test_a_chart_that_cannot_be_drawn_loses_no_measurement(tmp_path, capsys, mon
         raise InputError(f"cannot write the chart {image}: No space left on device")
 
     record = {"cases": [{"metrics": {"unequal_tokens": 1}}]}
-    measured = measuring.Result(record, "{}", "| sampler |", exact=True)
-    monkeypatch.setattr(measuring, "make_bench", lambda *model, **sizes: BENCH)
-    monkeypatch.setattr(measuring, "report", lambda *bench, **options: measured)
+    measured = audit.Result(record, "{}", "| sampler |", exact=True)
+    monkeypatch.setattr(audit, "make_bench", lambda *model, **sizes: BENCH)
+    monkeypatch.setattr(audit, "report", lambda *bench, **options: measured)
     monkeypatch.setattr(charts, "source_chart", refuse)
     sampler = ["--sampler", '[{name = "log_prob_noise", std = 0.1}]']
     names = {"json": "json", "markdown": "markdown", "chart": "chart.png"}

@@ -282,13 +282,16 @@ def arrays(line, of):
         return {name: [of(row) for row in x] for name, x in line.items()}
 
 
-def test_arrays_and_tensors_are_read_as_lists():
-    torch = pytest.importorskip("torch")
-    for of in (np.asarray, torch.tensor):
-        for line in (VERL, TRL, TRL_LIKELIEST, {k: x for k, x in TUNIX.items() if k != "text"}):
-            found = read([arrays(line, of)], pad=0)
-            check(found[0])
-            assert len(found) == len(read([line], pad=0))
+LIBRARIES = [("numpy", "asarray"), pytest.param("torch", "tensor", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("library", "name"), LIBRARIES)
+def test_arrays_and_tensors_are_read_as_lists(library, name):
+    of = getattr(pytest.importorskip(library), name)
+    for line in (VERL, TRL, TRL_LIKELIEST, {k: x for k, x in TUNIX.items() if k != "text"}):
+        found = read([arrays(line, of)], pad=0)
+        check(found[0])
+        assert len(found) == len(read([line], pad=0))
     single = {name: np.asarray(x[0]) for name, x in VERL.items()}
     check(*read([single]))
     check(
@@ -394,6 +397,9 @@ def test_what_systems_say_besides_is_kept():
     assert (response.ended, response.end) == ("token", 9)
     assert response.version == "step-4"
     asked = {"temperature": 0.6, "top_p": 0.9, "top_k": -1, "prompt": "x"}
+    both = {"request": asked, "response": VLLM | {"weights_version": "its own"}}
+    (response,) = read([both | {"weights_version": "beside it"}])
+    assert response.version == "its own"
     (response,) = read([{"request": asked, "response": VLLM}])
     assert response.declared == Distribution(0.6, 0, 0.9)
     (response,) = read([SGLANG | {"sampling_params": {"temperature": 0.7, "top_k": 4}}])

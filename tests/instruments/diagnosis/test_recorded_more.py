@@ -13,9 +13,13 @@ from recorded import (
     LIMITS,
     STOPS,
     best_of,
+    by,
+    decode,
     diagnosed,
+    drawn,
     exact_log_probs,
     forward,
+    logits_of,
     sampled,
     weights,
 )
@@ -28,14 +32,9 @@ from tim_jax.instruments.diagnosis.evidence import Forward
 from tim_jax.instruments.diagnosis.rollouts import Limits, RolloutsError, collect
 from tim_jax.mismatch import Mismatch
 from tim_jax.model.execution import Execution
-from tim_jax.policy import scoring
 from tim_jax.rl.programs import sampling_program
 
 KEPT = 5
-
-
-def decode(ids):
-    return "".join(chr(97 + i) for i in ids)
 
 
 def shown(found):
@@ -45,49 +44,45 @@ def shown(found):
 # Supports.
 
 
-def kept_of(rows):
-    """The KEPT likeliest tokens at each place of rows, [n, KEPT], and their log-mass f32[n]."""
-    responses = collect(readers.read(rows), limits=LIMITS).responses
-    rollout = evidence.side_by_side(responses, 6, 10)
-
-    def likeliest(logits, tokens):
-        values, ids = jax.lax.top_k(logits, KEPT)
-        return ids, jax.nn.logsumexp(values, axis=1) - jax.nn.logsumexp(logits, axis=1)
-
-    ids, mass = scoring.of_logits(weights(), rollout, likeliest, execution=tiny.EXECUTION)
-    counts = [len(r) for r in responses]
-    return [
-        (np.asarray(i)[:n], np.asarray(m)[:n]) for i, m, n in zip(ids, mass, counts, strict=True)
-    ]
-
-
-def supported(how="token_ids") -> Iterator[dict[str, Any]]:
+def supported(rows, how="token_ids") -> Iterator[dict[str, Any]]:
     """Rows that were drawn among the likeliest, with what was kept, but not the option."""
-    rows = sampled(top_k=KEPT)
-    for row, (ids, mass) in zip(rows, kept_of(rows), strict=True):
-        count = len(ids)
-        mask = {"token_ids": {"token_ids": ids.reshape(-1), "offsets": np.arange(count + 1) * KEPT}}
-        mask["ids"] = {"ids": ids.reshape(-1).tolist(), "counts": [KEPT] * count}
-        kept = {"sampling_mask": mask[how]} if how in mask else {"supports": ids.tolist()}
-        yield row | ({"kept_log_mass": mass.tolist()} if how == "mass" else kept)
+    for row, z in zip(rows, logits_of(rows), strict=True):
+        ids = np.argsort(-z, axis=1, kind="stable")[:, :KEPT]
+        inside = np.logaddexp.reduce(np.take_along_axis(z, ids, axis=1), axis=1)
+        kept = inside - np.logaddexp.reduce(z, axis=1)
+        offsets, counts = np.arange(len(ids) + 1) * KEPT, [KEPT] * len(ids)
+        yield (
+            row
+            | {
+                "token_ids": {"sampling_mask": {"token_ids": ids.reshape(-1), "offsets": offsets}},
+                "ids": {"sampling_mask": {"ids": ids.reshape(-1).tolist(), "counts": counts}},
+                "lists": {"supports": ids.tolist()},
+                "mass": {"kept_log_mass": kept.tolist()},
+            }[how]
+        )
 
 
 @pytest.mark.parametrize("how", quick.some(["token_ids", "ids", "lists", "mass"], 0))
 def test_what_was_kept_is_scored_under(how):
-    rows = list(supported(how))
-    gap = np.concatenate(exact_log_probs(rows)) - np.concatenate([r["logprobs"] for r in rows])
+    rows = drawn(top_k=KEPT)
+    declared = by(forward(), [row | {"top_k": KEPT} for row in rows])
+    gap = np.concatenate(by(forward(), supported(rows, how))) - np.concatenate(declared)
     assert np.abs(gap).max() <= (1e-6 if how == "mass" else 0)
 
 
 @pytest.mark.slow
 def test_supports_are_no_fault_and_without_them_the_truncation_is_named():
-    assert diagnosed(supported()).state == "exact"
-    assert diagnosed(supported("mass")).state in ("exact", "numerics")
-    found = diagnosed(sampled(top_k=KEPT))
+    rows = sampled(top_k=KEPT)
+    assert diagnosed(supported(rows)).state == "exact"
+    assert diagnosed(supported(rows, "mass")).state in ("exact", "numerics")
+    found = diagnosed(rows)
     best = best_of(found).explanation
     assert (best.name, best.parameters) == ("top_k", {"top_k": KEPT})
-    plain = exact_log_probs(sampled(top_k=KEPT))  # over the whole vocabulary
-    rows = [r | {"logprobs": x.tolist()} for r, x in zip(supported(), plain, strict=True)]
+    plain = exact_log_probs(rows)  # over the whole vocabulary
+    rows = [
+        r | {"logprobs": x.tolist()}
+        for r, x in zip(supported(sampled(top_k=KEPT)), plain, strict=True)
+    ]
     found = diagnosed(rows)
     assert best_of(found).explanation.name == "ignored_truncation"
     assert "which is recorded" in records.sentence(found)
@@ -220,13 +215,6 @@ def moved_weights():
     return jax.jit(tiny.EXECUTION.prepare)(tiny.moved(tiny.params(), 0.05))
 
 
-def by(forward, rows):
-    """The log-probs of each row's tokens by another forward."""
-    responses = collect(readers.read(rows), limits=LIMITS).responses
-    made = evidence.log_probs(forward, responses)
-    return np.split(made, np.cumsum([len(r) for r in responses])[:-1])
-
-
 @pytest.mark.slow
 def test_weights_that_were_replaced_in_flight_are_named_with_their_rows():
     other = forward()._replace(weights=moved_weights())
@@ -266,12 +254,15 @@ def test_the_rank_of_an_adapter_is_told_from_weights():
     assert variants.adapter_rank(params, adapted() | {other: moved}) == 0
 
 
+LORA = ["lora_half_scale", "lora_merged(bfloat16)", "lora_not_applied", "lora_twice"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lora_not_applied", "lora_half_scale", "lora_merged(bfloat16)"])
+@pytest.mark.parametrize("name", LORA)
 def test_an_adapter_that_was_not_applied_or_was_merged_on_a_coarse_grid_has_its_name(name):
     base = variants.Candidate("base", jax.jit(tiny.EXECUTION.prepare)(adapted()), 2)
     made = {one.name: one.forward for one in variants.of_weights(forward(), [base])}
-    assert sorted(made) == ["lora_half_scale", "lora_merged(bfloat16)", "lora_not_applied"]
+    assert sorted(made) == LORA
     recorded = by(made[name], sampled())
     rows = [r | {"logprobs": x.tolist()} for r, x in zip(sampled(), recorded, strict=True)]
     found = diagnosed(rows, others=[base])

@@ -9,13 +9,9 @@ from bpe import tokenizer
 
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.diagnosis import readers, records
-from tim_jax.instruments.diagnosis.rollouts import collect
-from tim_jax.instruments.diagnosis.turns import (
-    Turned,
-    find_break,
-    find_break_of_whole,
-    find_breaks,
-)
+from tim_jax.instruments.diagnosis.declared import PLAIN
+from tim_jax.instruments.diagnosis.rollouts import Response, collect
+from tim_jax.instruments.diagnosis.turns import find_breaks
 from tim_jax.instruments.diagnosis.verdict import diagnose
 
 TOKENIZER = tokenizer()
@@ -23,62 +19,74 @@ START, END = "<|im_start|>user\n", "<|im_end|>"
 
 
 def encode(text):
-    return TOKENIZER.encode(text, add_special_tokens=False)
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
 
 
-def appended(*drawn, first="1?"):
-    """Turns of an episode that is only appended to; responses are given as tokens."""
-    row, turns = encode(f"{START}{first}{END}"), []
-    for response in drawn:
-        turns.append(Turned(list(row), response))
-        row += [*response, *encode(f"{START}no{END}")]
+def again(tokens):
+    """The same text, tokenised again."""
+    return encode(TOKENIZER.decode([*tokens]))
+
+
+def response(prompt, tokens, **more):
+    return Response("a row", prompt, tokens, np.zeros(len(tokens), np.float32), PLAIN, **more)
+
+
+def appended(*drawn):
+    """Turns of an episode that is only appended to, as (prompt, response)."""
+    row, turns = encode(f"{START}1?{END}"), []
+    for tokens in drawn:
+        turns.append((row, tokens))
+        row += (*tokens, *encode(f"{START}no{END}"))
     return turns
 
 
-AB = [*encode("a"), *encode("b")]  # two tokens, where the tokenizer would give one
+def found_in(turns):
+    """The break of an episode of these turns, or None."""
+    rows = [response(*turn, episode="x", turn=i) for i, turn in enumerate(turns)]
+    found = find_breaks(TOKENIZER, rows)
+    assert len(found) < 2
+    return found[0] if found else None
+
+
+AB = (*encode("a"), *encode("b"))  # two tokens, where the tokenizer would give one
 
 
 def test_appended_turns_have_no_break():
-    assert find_break(TOKENIZER, appended([*AB, *encode(END)], AB, encode("c"))) is None
-    assert find_break(TOKENIZER, appended(AB)) is None
-    assert find_break(TOKENIZER, []) is None
+    assert found_in(appended((*AB, *encode(END)), AB, encode("c"))) is None
+    assert found_in(appended(AB)) is None
+    assert found_in([]) is None
 
 
 def test_a_turn_that_was_tokenised_again_is_named_with_its_first_token():
-    turns = appended([*encode("x"), *AB, *encode(END)], encode("c"), encode("d"))
-    for number in (1, 2):
-        turns[number] = turns[number]._replace(
-            prompt=encode(TOKENIZER.decode(list(turns[number].prompt)))
-        )
-    found = find_break(TOKENIZER, turns)
+    turns = appended((*encode("x"), *AB, *encode(END)), encode("c"), encode("d"))
+    found = found_in([turns[0], *((again(prompt), tokens) for prompt, tokens in turns[1:])])
     assert found is not None
     assert (found.kind, found.turn, found.token) == ("retokenised", 0, 1)
-    assert [found.drawn] == encode("a")
-    assert [found.scored] == encode("ab")
+    assert (found.drawn,) == encode("a")
+    assert (found.scored,) == encode("ab")
     assert found.message.startswith("turn 0 was tokenised again: its token 1 is ")
     assert "in the prompt of turn 1" in found.message
 
 
 def test_an_earlier_turn_may_show_it_later():
-    turns = appended(AB, encode("c"), encode("d"))
-    turns[2] = turns[2]._replace(prompt=encode(TOKENIZER.decode(list(turns[2].prompt))))
-    found = find_break(TOKENIZER, turns)
+    first, second, (prompt, tokens) = appended(AB, encode("c"), encode("d"))
+    found = found_in([first, second, (again(prompt), tokens)])
     assert found is not None
     assert (found.kind, found.turn, found.token) == ("retokenised", 0, 0)
     assert "in the prompt of turn 2" in found.message
 
 
 def test_a_rewritten_turn_does_not_hide_a_later_one_that_was_tokenised_again():
-    first = Turned(encode(f"{START}1?{END}"), encode(f"x y{END}"))
+    first = encode(f"{START}1?{END}"), encode(f"x y{END}")
     dropped = encode(f"{START}1?{END}y{END}{START}no{END}")  # its thinking
-    again = encode(f"{TOKENIZER.decode([*dropped, *AB])}{START}no{END}")
-    turns = [first, Turned(dropped, AB), Turned(again, encode("c"))]
-    found = find_break(TOKENIZER, turns)
+    later = encode(f"{TOKENIZER.decode([*dropped, *AB])}{START}no{END}")
+    turns = [first, (dropped, AB), (later, encode("c"))]
+    found = found_in(turns)
     assert found is not None
     assert (found.kind, found.turn, found.token, found.shown_by) == ("retokenised", 1, 0, 2)
-    found = find_break(TOKENIZER, turns[:2])
+    found = found_in(turns[:2])
     assert found is not None
-    assert found.kind == "rewritten"
+    assert (found.kind, found.fault) == ("rewritten", False)
 
 
 @pytest.mark.parametrize(
@@ -86,39 +94,36 @@ def test_a_rewritten_turn_does_not_hide_a_later_one_that_was_tokenised_again():
     [
         (f"{START}1?{END}y{END}{START}no{END}", ("rewritten", 0, 0)),  # its thinking was dropped
         (f"{START}2?{END}x", ("rewritten", None, len(encode(START)))),
-        (f"{START}1?{END}", ("missing", 0, 0)),
+        (f"{START}1?{END}x", ("missing", 0, 1)),
     ],
 )
 def test_what_is_not_the_same_text(prompt, expected):
-    turns = appended(encode(f"x y{END}"), encode("c"))
-    turns[1] = turns[1]._replace(prompt=encode(prompt))
-    found = find_break(TOKENIZER, turns)
+    first, (_, tokens) = appended(encode(f"x y{END}"), encode("c"))
+    found = found_in([first, (encode(prompt), tokens)])
     assert found is not None
     assert found[:3] == expected
     assert "\n" not in found.message
 
 
 def test_whole_conversations_are_compared_where_their_mask_is_set():
-    responses = [[*encode("x"), *encode(END)], [*AB, *encode(END)]]
+    turns = (encode(f"x{END}"), (*AB, *encode(END)))
     between = encode(f"{START}no{END}")
 
     def whole(*kept):
         parts = [(between, False), (kept[0], True), (between, False), (kept[1], True)]
-        tokens = [token for part, _ in parts for token in part]
+        tokens = tuple(token for part, _ in parts for token in part)
         mask = np.array([drawn for part, drawn in parts for _ in part])
-        return find_break_of_whole(TOKENIZER, tokens, mask, responses)
+        return find_breaks(TOKENIZER, [response((), tokens, mask=mask, turns=turns)])
 
-    assert whole(*responses) is None
-    found = whole(responses[0], encode(f"ab{END}"))
-    assert found is not None
+    assert whole(*turns) == ()
+    (found,) = whole(turns[0], encode(f"ab{END}"))
     assert found[:3] == ("retokenised", 1, 0)
     assert "in the conversation" in found.message
-    found = whole(responses[0], AB)  # the learner leaves the end token out
-    assert found is not None
+    (found,) = whole(turns[0], AB)  # the learner leaves the end token out
     assert found[:3] == ("missing", 1, 2)
-    found = whole(responses[0], [*responses[1], *encode("x")])  # the mask counts one more
-    assert found is not None
+    (found,) = whole(turns[0], (*turns[1], *encode("x")))  # the mask counts one more
     assert found[:5] == ("added", 1, 3, None, *encode("x"))
+    assert found.fault
     assert found.message.startswith("behind turn 1, the last, more tokens of the conversation")
 
 
@@ -155,7 +160,7 @@ EPISODES = [
 
 def test_breaks_among_rows():
     found = find_breaks(LETTERS, collected(EPISODES))
-    shown = [(x.where, x.episode, x.fault, *x.found[:3]) for x in found]
+    shown = [(x.where, x.episode, x.fault, *x[:3]) for x in found]
     assert shown == [
         ("row 8", None, True, "retokenised", 0, 0),
         ("row 4", "x", True, "retokenised", 0, 0),

@@ -9,9 +9,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +30,13 @@ from jaxlib.triton import dialect as triton
 
 from tim_jax import kernels, objectives, optimizers
 from tim_jax.app import cli
+from tim_jax.app.jobs import planning as planning_job
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.plan import (
+    budget,
     comparison,
     costs,
     hlo,
-    lines,
     planning,
     roofline,
     topology,
@@ -315,7 +318,7 @@ def test_bytes_of_a_loop_over_slices_are_those_of_the_slices():
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((50, 64, 64), (8, 64))]
     module = hlo.parse(text_of(jax.jit(run).lower(*shapes).compile()))
     once = 4 * 50 * 64 * 64
-    assert once <= costs.bytes_accessed(module) < 5 * once
+    assert once <= costs.instructions(module).accessed < 5 * once
 
 
 _NESTED = """HloModule nested
@@ -346,7 +349,7 @@ ENTRY %main (stack: f32[50,64,64], x: f32[8,64], at: s32[]) -> f32[8,64] {
 
 
 def test_a_slice_in_a_fusion_inside_a_fusion_reads_the_slice():
-    assert costs.bytes_accessed(hlo.parse(_NESTED)) == 4 * (64 * 64 + 8 * 64 + 8 * 64 + 1)
+    assert costs.instructions(hlo.parse(_NESTED)).accessed == 4 * (64 * 64 + 8 * 64 + 8 * 64 + 1)
 
 
 _STARTED = """HloModule started
@@ -385,9 +388,10 @@ def test_what_is_started_and_ended_apart_is_counted_once():
     module, size, flag = hlo.parse(text), 4 * 64 * 64, 4
     whole, copied, sliced = 2 * size + 2 * flag, size + flag, size // 8 + flag
     layer, ahead, summed = size + flag, size + 2 * flag, 2 * size
-    assert costs.bytes_accessed(module) == whole + copied + sliced + layer + ahead + summed
-    assert costs.launches(module) == 7
-    assert costs.bytes_accessed(module, of=costs.copies) == whole + ahead
+    found = costs.instructions(module)
+    assert found.accessed == whole + copied + sliced + layer + ahead + summed
+    assert found.launches == 7
+    assert found.copied == whole + ahead
 
 
 _ELSEWHERE = """HloModule elsewhere
@@ -417,8 +421,8 @@ ENTRY %main (stack: f32[50,64], at: s32[8]) -> f32[8,64] {
 def test_a_gather_on_another_core_reads_the_rows_it_takes():
     """A TPU's sparse core gathers: what is handed to it meanwhile is no traffic of its own."""
     module, rows = hlo.parse(_ELSEWHERE), 4 * 8 * 64
-    assert costs.bytes_accessed(module) == rows + 4 * 8 + rows
-    assert costs.launches(module) == 1
+    found = costs.instructions(module)
+    assert (found.accessed, found.launches) == (rows + 4 * 8 + rows, 1)
 
 
 _ON_CHIP = """HloModule on_chip
@@ -437,7 +441,7 @@ ENTRY %main (all: f32[8,1024], few: f32[1,1024], at: s32[]) -> f32[8,1024] {
 
 def test_of_a_slice_or_an_update_the_ends_in_memory_count():
     size = 4 * 1024
-    assert costs.bytes_accessed(hlo.parse(_ON_CHIP)) == size + size + size
+    assert costs.instructions(hlo.parse(_ON_CHIP)).accessed == size + size + size
 
 
 _FILLING = """HloModule filling
@@ -461,9 +465,8 @@ ENTRY %main () -> bf16[8,1024] {
 
 def test_arrays_that_are_made_of_nothing_are_told_apart():
     module, size = hlo.parse(_FILLING), 2 * 8 * 1024
-    assert costs.bytes_accessed(module) == 3 * size
-    assert costs.bytes_accessed(module, of=costs.fills) == size
-    assert costs.elements_filled(module) == 8 * 1024
+    found = costs.instructions(module)
+    assert (found.accessed, found.filled, found.made) == (3 * size, size, 8 * 1024)
 
 
 _WRITING = """HloModule writing
@@ -487,7 +490,7 @@ ENTRY %main (cache: f32[8,1024], at: s32[4,1], rows: f32[4,1024]) -> f32[8,1024]
 def test_bytes_of_a_write_into_a_cache_are_those_of_what_is_written():
     """Not a pass over the cache, though the compiler put it into a fusion."""
     rows, at = 4 * 4 * 1024, 4 * 4
-    assert costs.bytes_accessed(hlo.parse(_WRITING)) == 2 * rows + at
+    assert costs.instructions(hlo.parse(_WRITING)).accessed == 2 * rows + at
 
 
 # A step.
@@ -551,32 +554,31 @@ def test_what_stays_on_a_chip_beside_a_program():
 
 def test_a_step_is_given_what_its_estimator_needs():
     """Shapes alone; with greedy responses every device of the sampler has as many prompts."""
-    for estimator in ("remax", "optimal_token_baseline", "rloo"):
-        objective = objectives.rloo(estimator=estimator)
+    steered = {"reward_kl_coefficient": 0.1, "reward_kl_target": 1.0}
+    for estimator, more in (("remax", {}), ("optimal_token_baseline", steered)):
+        objective = objectives.rloo(estimator=estimator, **more)
         what = on(Placement(fsdp=4)).varied(objective=objective)
         program = workload.scoring(what, EIGHT.devices)
-        made = jax.eval_shape(program.function, *program.arguments).experience
-        assert made.advantages.shape[0] == what.sequences
+        made = jax.eval_shape(program.function, *program.arguments)
+        assert made.experience.advantages.shape[0] == what.sequences
         assert what.training.least_prompts == (4 if estimator == "remax" else 1)
+    assert made.carried.reward_kl.shape == ()
     several = on(Placement(data=4)).varied(
         prompts_per_step=24, micro_batch=12, sampler_placement=Placement(data=8), own_devices=True
     )
     least = several.training.least_prompts
     assert least == 6  # 3 prompts fill the learner's micro-batches; 8 shards share 2 of 4 samples
     several.varied(prompts_per_step=least).training.check()
-    steered = objectives.rloo(reward_kl_coefficient=0.1, reward_kl_target=1.0)
-    what = RECIPE.varied(objective=steered)
-    program = workload.scoring(what, EIGHT.devices)
-    assert jax.eval_shape(program.function, *program.arguments).carried.reward_kl.shape == ()
 
 
 def test_responses_of_a_mean_length_are_learnt_from_in_as_many_buffers_as_they_fill():
-    rows = RECIPE.varied(execution=replace(RECIPE.execution, sampling=Sampling(300)), remat=True)
-    rows = rows.varied(micro_batch_tokens=3 * rows.longest)
-    what = replace(rows, mean_tokens=75)
+    """Buffers are those of the run: not rows of the longest, whose number divides an update's."""
+    rows = RECIPE.varied(execution=replace(RECIPE.execution, sampling=Sampling(100)), remat=True)
+    rows = rows.varied(micro_batch_tokens=3 * rows.longest + 1)
+    what = replace(rows, mean_tokens=25)
     responses = what.lengths - what.prompt_length
-    assert responses.max() <= 300 < 3 * responses.max()  # of 16 the longest is no outlier
-    np.testing.assert_allclose(responses.mean(), 75, rtol=0.02)
+    assert responses.max() <= 100 < 3 * responses.max()  # of 16 the longest is no outlier
+    np.testing.assert_allclose(responses.mean(), 25, rtol=0.02)
     assert what.size == f"of {what.tokens:,} tokens"
     assert RECIPE.size == f"{RECIPE.training.micro_batch}"
     parts = workload.parts(what)
@@ -584,34 +586,31 @@ def test_responses_of_a_mean_length_are_learnt_from_in_as_many_buffers_as_they_f
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), what.lengths)
     program = workload.updating(what, EIGHT.devices)
     traced = costs.live(program.function.trace(*program.arguments).jaxpr)
-    assert open_loops(traced) == len(program.trips)
+    found = list(equations(traced))
+    assert sum(one.primitive.name == "while" for one in found) == len(program.trips)
+    assert any(out.aval.shape[:1] == (what.tokens,) for one in found for out in one.outvars)
     assert program.trips[0] == len(parts)
-    all_longest = workload.learner_trips(replace(what, mean_tokens=300), "update")
+    all_longest = workload.learner_trips(replace(what, mean_tokens=100), "update")
     flops = costs.count(traced, program.trips).flops
     assert flops < costs.count(traced, all_longest).flops / 2
     assert roofline.least(what, "update").flops < roofline.least(rows, "update").flops / 2
 
 
-def test_buffers_are_planned_as_the_run_has_them():
-    """Not as rows of the longest, whose number divides those of an update."""
+def equations(jaxpr) -> Iterator[Any]:
+    """All that run, inner ones included."""
+    for one in jaxpr.eqns:
+        if costs.runs(one, jaxpr):
+            yield one
+            for part in jaxprs_in_params(one.params):
+                yield from equations(getattr(part, "jaxpr", part))
+
+
+def test_buffers_have_room_for_any_number_of_tokens():
     tokens = 7 * RECIPE.longest + 1
     what = RECIPE.varied(micro_batch_tokens=tokens)
     assert what.training.learning.micro_batch_tokens == tokens
-    assert what.size == f"of {tokens} tokens"
     assert [len(part) for part in workload.parts(what)] == [7, 7, 2]
-    program = workload.updating(what, EIGHT.devices)
-    assert program.trips[0] == 3
-    shapes = {v.aval.shape for one in equations(program) for v in one.outvars}
-    assert any(shape[:1] == (tokens,) for shape in shapes)
-
-
-def equations(program) -> list:
-    def of(jaxpr) -> list:
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        inner = (of(part) for one in jaxpr.eqns for part in jaxprs_in_params(one.params))
-        return [*jaxpr.eqns, *(one for some in inner for one in some)]
-
-    return of(program.function.trace(*program.arguments).jaxpr)
+    assert workload.learner_trips(what, "update")[0] == 3
 
 
 def test_no_more_sequences_share_a_buffer_than_the_run_allows():
@@ -622,14 +621,6 @@ def test_no_more_sequences_share_a_buffer_than_the_run_allows():
     assert workload.learner_trips(what, "update")[0] == 4
     halves = what.varied(placement=Placement(fsdp=2), micro_batch=8)
     assert [len(part) for part in workload.parts(halves)] == [4, 4]
-
-
-def open_loops(jaxpr) -> int:
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    running = (one for one in jaxpr.eqns if costs.runs(one, jaxpr))
-    inner = sum(open_loops(part) for one in running for part in jaxprs_in_params(one.params))
-    own = [one for one in jaxpr.eqns if one.primitive.name == "while" and costs.runs(one, jaxpr)]
-    return inner + len(own)
 
 
 def test_noise_is_planned_for_where_there_are_several_micro_batches():
@@ -667,7 +658,7 @@ def test_a_sampler_elsewhere_leaves_the_learners_weights_where_they_are():
     ],
 )
 def test_advice(where, stage, line):
-    found = list(planning.advice(on(where), stage, EIGHT.devices, slots=8))
+    found = list(budget.advice(on(where), stage, EIGHT.devices, slots=8))
     assert any(one.startswith(line) for one in found)
     assert all("\n" not in one for one in found)
 
@@ -675,9 +666,7 @@ def test_advice(where, stage, line):
 def test_advice_leaves_out_what_is_done_or_cannot_be():
     done = RECIPE.varied(remat=True, micro_batch=8)
     found = list(
-        planning.advice(
-            done.varied(placement=Placement(fsdp=8)), "update", EIGHT.devices, slots=None
-        )
+        budget.advice(done.varied(placement=Placement(fsdp=8)), "update", EIGHT.devices, slots=None)
     )
     assert not any("remat" in one or "micro_batch" in one or "placement" in one for one in found)
 
@@ -806,7 +795,8 @@ def test_another_width_is_a_difference():
     assert any("sizes [96, 160] / [96, 320]" in line for line in match.differences)
 
 
-def kernel_body(family: str, operation: str, rows: int) -> str:
+@cache
+def kernel_body(family: str, operation: str, rows: int = 140) -> str:
     """Of a kernel lowered for a TPU or a GPU, as the audit reads it."""
     numerics = lowering.NUMERICS[family]["bfloat16"]
     function, shapes = lowering.operations(numerics, rows)[operation]
@@ -824,7 +814,7 @@ def kernel_body(family: str, operation: str, rows: int) -> str:
     ],
 )
 def test_a_kernels_code_is_read_without_the_sizes_of_its_grid(family, operation):
-    few, many = (kernel_body(family, operation, rows) for rows in (140, 700))
+    few, many = kernel_body(family, operation), kernel_body(family, operation, 700)
     assert {"pallas_tpu": "stable_mosaic", "pallas_gpu": "tt.load ["}[family] in few
     assert few == many
 
@@ -832,15 +822,15 @@ def test_a_kernels_code_is_read_without_the_sizes_of_its_grid(family, operation)
 @pytest.mark.parametrize("family", ["pallas_tpu", "pallas_gpu"])
 def test_kernels_that_only_move_values_are_known(family):
     computing = ("dot", "norm", "project", "attention", "row_sum", "log", "exponentials")
-    assert all(comparison.computes(kernel_body(family, name, 70)) for name in computing)
+    assert all(comparison.computes(kernel_body(family, name)) for name in computing)
     assert comparison.computes("bytes that nobody can read")
     if family == "pallas_tpu":
-        assert not comparison.computes(kernel_body(family, "cache_write", 70))
+        assert not comparison.computes(kernel_body(family, "cache_write"))
 
 
 @pytest.mark.parametrize("family", ["pallas_tpu", "pallas_gpu"])
 def test_kernels_that_differ_have_other_code(family):
-    assert len({kernel_body(family, name, 70) for name in ("dot", "dot_add", "row_sum")}) == 3
+    assert len({kernel_body(family, name) for name in ("dot", "dot_add", "row_sum")}) == 3
 
 
 def triton_code(change: tuple[str, str] = ("", "")) -> str:
@@ -1001,9 +991,9 @@ def test_a_plan_for_virtual_devices(compiled_once):
     assert set(scoring.collectives) == {"all-gather", "all-to-all"}
     assert {"all-gather", "reduce-scatter"} <= set(update.collectives) | {"reduce-scatter"}
     assert update.flops > 2.5 * scoring.flops
-    found = json.loads(json.dumps(lines.as_json(made)))
+    found = json.loads(json.dumps(planning.as_json(made)))
     assert found["stages"]["update"]["memory"]["total"] == made.stages[-1].total
-    text = lines.text(made)
+    text = planning.text(made)
     assert "fits" in text
     assert "static audit" in text
 
@@ -1014,7 +1004,7 @@ def test_what_does_not_fit_comes_with_advice(compiled_once):
     made = planning.make(on(Placement(fsdp=2)), small, layers=None, searching=False)
     assert not made.fits
     assert any("placement.fsdp = 8" in line for line in made.advice)
-    assert "DOES NOT FIT" in lines.text(made)
+    assert "DOES NOT FIT" in planning.text(made)
 
 
 @pytest.mark.slow
@@ -1028,7 +1018,7 @@ def test_a_sampler_that_does_not_fit_is_planned_with_fewer_slots(compiled_once):
     assert any(f"sampler.slots = {found.count}: " in line for line in made.advice)
     again = planning.make(what.varied(slots=found.count), EIGHT, layers=None, searching=False)
     assert again.stages[0].total == found.total
-    assert f"{found.count} slots" in lines.text(again)
+    assert f"{found.count} slots" in planning.text(again)
 
 
 # What a kernel for TPUs can take.
@@ -1084,7 +1074,7 @@ def config(tmp_path):
             ["--topology", "h200:4", "numerics.family=pallas_tpu"],
             'has no kernels for NVIDIA H200; there it can be "pallas_gpu"',
         ),
-        (["--topology", "v5e:2x2", "--architecture", "no.json"], "--architecture no.json: No such"),
+        (["--topology", "v5e:2x2", "--architecture", "no.json"], "no.json: No such file"),
         (["--topology", "v6:2x2"], "did you mean 'v6e'"),
         (["--topology", "v5e:2x2", "--mean-tokens", "8"], "needs learner.micro_batch_tokens"),
         (
@@ -1098,6 +1088,20 @@ def test_bad_input_is_one_line(config, arguments, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_an_architecture_has_positions_of_its_own(config, monkeypatch, capsys):
+    """And not those of the model that it replaces, which are too few here."""
+
+    def plan_run(config, slice_name, *, architecture, **_):
+        raise InputError(f"plans {architecture} for {config.sampling.max_tokens} tokens")
+
+    monkeypatch.setattr(planning_job, "plan_run", plan_run)
+    words = "plan", str(config), "--topology", "v5e:2x2", "sampling.max_tokens=5000"
+    assert cli.main([*words]) == 2
+    assert "more than the model's" in capsys.readouterr().err
+    assert cli.main([*words, "--architecture", "large.json"]) == 2
+    assert capsys.readouterr().err == "tim-jax: plans large.json for 5000 tokens\n"
 
 
 def planned(config, folder: Path, *words: str) -> tuple[dict, str]:

@@ -1,15 +1,17 @@
-"""Times by a device's rates: the arithmetic of the estimate, and of the least work."""
+"""Times by a device's rates and by measured calls, and the arithmetic of the least work."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tim_jax import objectives, optimizers
-from tim_jax.instruments.plan import calibration, roofline, topology
-from tim_jax.instruments.plan.calibration import Rates
-from tim_jax.instruments.plan.costs import Call, Figures, Memory, Traffic
-from tim_jax.instruments.plan.known_models import PUBLISHED
-from tim_jax.instruments.plan.workload import Workload
+from tim_jax.instruments.plan import roofline, topology
+from tim_jax.instruments.plan.costs import Call, Figures, Instructions, Memory, Tile, Traffic
+from tim_jax.instruments.plan.roofline import FORMULAS, SHOWN
+from tim_jax.instruments.plan.topology import Rates, Target
+from tim_jax.instruments.plan.workload import PUBLISHED, Workload
 from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.numerics import GPU_EXACT_BF16, TPU_EXACT_BF16
@@ -17,6 +19,9 @@ from tim_jax.placement import SINGLE, Placement
 from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import Learning
 
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+H200 = Target("h200:1", "cuda", (), 1, 1)
+RATES_H200 = topology.GENERATIONS["h200"].rates
 RATES = Rates(
     100.0, 10.0, memory=50.0, links=5.0, launch=0.5, step=0.25, cache=200.0, cores=4, core=80.0
 )
@@ -44,9 +49,7 @@ def figures(**changes):
 )
 def test_a_kernel_takes_as_long_as_its_slowest_part(call, bound, seconds):
     found = roofline.estimate(
-        figures(
-            flops=3 * call.flops, bytes_accessed=3 * call.memory, kernels={call: 3}, launches=3
-        ),
+        figures(flops=3 * call.flops, kernels={call: 3}, own=Instructions(launches=3)),
         RATES,
         "bfloat16",
     )
@@ -61,15 +64,16 @@ def test_a_kernel_takes_as_long_as_its_slowest_part(call, bound, seconds):
 def test_what_is_beside_kernels_is_added():
     call = Call("dot", programs=1, flops=100, loaded=10, memory=10)
     gathers = {"all-gather": Traffic(2, 15)}
-    options = {"kernels": {call: 2}, "launches": 12, "collectives": gathers}
-    found = roofline.estimate(figures(flops=500, bytes_accessed=70, **options), RATES, "float32")
+    own = Instructions(launches=12, accessed=50)
+    work = figures(flops=500, kernels={call: 2}, own=own, collectives=gathers)
+    found = roofline.estimate(work, RATES, "float32")
     assert found.others == 300 / 10 + 50 / 50  # a GPU's products are calls of their own
     assert found.launches == 10 * 0.5
     assert found.links == 15 / 5
     of_kernel = found.kernels["dot"].seconds
     assert found.total == of_kernel + found.others + found.launches + found.links
     on_tpu = replace(RATES, cache=0.0)
-    fused = roofline.estimate(figures(flops=500, bytes_accessed=70, **options), on_tpu, "float32")
+    fused = roofline.estimate(work, on_tpu, "float32")
     assert fused.others == max(300 / 10, 50 / 50)
 
 
@@ -169,5 +173,119 @@ def test_rows_see_half_of_their_keys_on_average():
     assert roofline.seen(windowed, "sampler") == 2 / 16
 
 
-def test_every_device_that_is_planned_for_has_rates():
-    assert set(calibration.RATES) == set(topology.GENERATIONS)
+# Measured calls: each is left out once.
+
+
+@pytest.fixture(scope="module")
+def calibrate():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        import calibrate
+
+        yield calibrate
+
+
+@pytest.fixture(scope="module")
+def measured():
+    found = roofline.calibration(H200)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def fitted(calibrate):
+    device = json.loads(calibrate.ROWS.read_text())["h200"]
+    return device, calibrate.of_device("h200", device)
+
+
+def test_the_parameters_are_those_of_the_measured_calls(fitted):
+    _, found = fitted
+    stored = json.loads(roofline.FILE.read_text())["h200"]
+    assert found["ceilings"] == stored["ceilings"]
+    assert list(found["classes"]) == list(stored["classes"])
+    for kind, fit in found["classes"].items():
+        assert fit["rows"] == stored["classes"][kind]["rows"]
+        assert fit["parameters"] == pytest.approx(stored["classes"][kind]["parameters"], rel=0.01)
+        assert fit["error"] == pytest.approx(stored["classes"][kind]["error"], abs=0.002)
+
+
+def test_a_class_is_shown_only_where_each_call_is_predicted_by_the_others(
+    calibrate, fitted, measured
+):
+    device, found = fitted
+    for kind, rows in calibrate.by_class(device).items():
+        error = found["classes"][kind]["error"]
+        assert measured.fits[kind].shown == (error is not None and error <= SHOWN), kind
+        assert all(roofline.class_of(r.call) in (kind, None) for r in rows if r.call.name)
+    shown = {kind for kind, fit in measured.fits.items() if fit.shown}
+    assert {roofline.MANY, roofline.FEW, roofline.GRADIENT} <= shown
+    assert roofline.DECODING not in shown  # one call, that no other predicts
+
+
+def test_a_call_that_was_timed_wrong_is_not_predicted(calibrate, fitted, measured):
+    rows = calibrate.by_class(fitted[0])[roofline.FEW]
+    wrong = [replace(rows[0], seconds=2 * rows[0].seconds), *rows[1:]]
+    assert max(map(abs, calibrate.left_out(roofline.FEW, wrong, measured.rates))) > SHOWN
+
+
+def test_a_product_is_of_the_class_of_its_rows_and_its_matrix():
+    def of(rows, weight):
+        tile = Tile(rows, height=128, width=256, depth=2048, stages=2, weight=weight, passes=1)
+        return roofline.class_of(Call("dot", 1, 1, 1, 1, tile))
+
+    assert of(128, 2**20) == roofline.FEW
+    assert of(129, 2**20) == roofline.MANY
+    assert of(1024, 622 * 10**6) == roofline.HEAD
+    assert of(64, 622 * 10**6) == roofline.FEW
+    assert roofline.class_of(Call("attention", 1, 10**9, 1, 10**6)) == roofline.ATTENTION
+    assert roofline.class_of(Call("attention", 1, 10**8, 1, 10**6)) == roofline.DECODING
+    assert roofline.class_of(Call("exponentials", 1, 0, 1, 1)) is None
+
+
+def test_an_estimate_says_how_much_of_it_is_not_shown(measured):
+    gradient = Call("attention_gradient_keys", 8, 10**12, 10**12 // 126, 10)
+    decoding = Call("attention", 8, 10**6, 10**9, 10**9)
+    work = figures(kernels={gradient: 3, decoding: 2}, own=Instructions(launches=5))
+    rates = RATES_H200
+    found = roofline.estimate(work, rates, "bfloat16", measured=measured)
+    per_call = 10**12 / measured.fits[roofline.GRADIENT].parameters[0]
+    read = 10**9 / measured.fits[roofline.DECODING].parameters[0]
+    assert found.classes[roofline.GRADIENT] == pytest.approx(3 * per_call)
+    assert found.total == pytest.approx(3 * per_call + 2 * read, rel=1e-3)
+    assert found.unshown == pytest.approx(2 * read / found.total, rel=1e-2)
+    assert sum(found.classes.values()) == pytest.approx(found.total)
+    half = roofline.estimate(work, rates, "bfloat16", measured=measured, seen=0.5)
+    assert half.total == pytest.approx(found.total / 2, rel=1e-3)
+    prompts = replace(decoding, flops=10**12)  # products of a prefill
+    both = replace(work, kernels={prompts: 1, decoding: 2})
+    one, other = (
+        roofline.estimate(both, rates, "bfloat16", measured=measured, prefill=share)
+        for share in (None, 0.25)
+    )
+    saved = 0.75 * one.classes[roofline.ATTENTION]
+    assert one.total - other.total == pytest.approx(saved)
+
+
+def test_a_kernel_that_has_changed_since_is_not_shown(measured):
+    fit = measured.fits[roofline.GRADIENT]
+    keys = Call("attention_gradient_keys", 512, 126 * 10**9, 10**9, 10**6)
+    assert fit.covers(keys)
+    assert fit.covers(replace(keys, flops=115 * 10**9))
+    assert not fit.covers(replace(keys, flops=250 * 10**9))  # of twice as many rows a program
+    tile = Tile(4096, 128, 256, 2048, stages=2, weight=10**7, passes=1)
+    product = Call("dot", 512, 1, 1, 1, tile)
+    assert measured.fits[roofline.MANY].covers(product)
+    changed = replace(product, tile=replace(tile, stages=4))
+    assert not measured.fits[roofline.MANY].covers(changed)
+
+
+def test_a_device_that_was_not_measured_has_no_calibration():
+    assert roofline.calibration(replace(H200, name="h100:1")) is None
+    assert roofline.calibration(replace(H200, name="v5e:1x1")) is None
+
+
+def test_formulas_take_their_parameters():
+    call = Call("", 1, 10**9, 10**6, 10**6, Tile(64, 64, 64, 64, 4, 10**6, 1))
+    rates = RATES_H200
+    for formula, start in FORMULAS.values():
+        assert formula(call, rates, *start) > 0

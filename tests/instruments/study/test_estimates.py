@@ -55,15 +55,14 @@ def test_inner_products_are_those_of_float64():
 
 def test_the_jackknife_of_a_mean_is_its_standard_error():
     values = np.random.default_rng(2).standard_normal(30)
-    found = jackknife(lambda kept: float(values[kept].mean()), 30)
+    (found,) = jackknife(lambda kept: [float(values[kept].mean())], 30)
     assert found == pytest.approx(mean(values))
 
 
 def test_the_slope_is_the_exponent():
-    lengths = {"a": 4.0, "b": 8.0, "c": 32.0}
-    sizes = {name: 0.5 * length**1.5 for name, length in lengths.items()}
-    assert findings.slope(lengths, sizes) == pytest.approx(1.5)
-    assert np.isnan(findings.slope(lengths, {"a": 1.0}))
+    points = [(length, 0.5 * length**1.5) for length in (4.0, 8.0, 32.0)]
+    assert findings.slope(points) == pytest.approx(1.5)
+    assert np.isnan(findings.slope(points[:1]))
 
 
 def test_a_share_of_nothing_is_no_number():

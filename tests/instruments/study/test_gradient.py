@@ -11,8 +11,9 @@ import tiny
 
 from tim_jax import mismatch
 from tim_jax.app.config import toml
-from tim_jax.app.run import grading, sources
+from tim_jax.app.run import sources
 from tim_jax.common.errors import InputError
+from tim_jax.common.types import Rollout
 from tim_jax.instruments.study import definition, gradient, measurement
 from tim_jax.instruments.study.definition import GradientStudy
 from tim_jax.instruments.study.gradient import (
@@ -23,7 +24,9 @@ from tim_jax.instruments.study.gradient import (
     project,
 )
 from tim_jax.instruments.study.measurement import Trained
-from tim_jax.model import adapters, calibration
+from tim_jax.model import adapters, fitting
+from tim_jax.model.execution import Execution
+from tim_jax.numerics import NATIVE_F32
 from tim_jax.policy import scoring
 from tim_jax.rl import drawing, programs
 from tim_jax.tasks.base import Grade
@@ -53,10 +56,10 @@ def policy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy")
     path = folder / "run.toml"
     path.write_text(tiny.RUN)
-    make = grading.make_task
+    make = sources.make_task
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grading, "make_task", lambda config: replace(make(config), grade=odd))
-        patch.setattr(calibration, "calibrate", lambda config, numerics, **_: numerics)
+        patch.setattr(sources, "make_task", lambda config: replace(make(config), grade=odd))
+        patch.setattr(fitting, "calibrate", lambda config, numerics, **_: numerics)
         patch.setattr(programs, "sampling_program", cache(programs.sampling_program))
         config = toml.load(path, [*CHANGES, f"run.folder={folder / 'run'}"])
         model = sources.make_model(config)
@@ -284,21 +287,30 @@ def test_the_constants_of_the_theorem(measuring, monkeypatch):
     assert same["variation_largest"] == same["bound"] == 0.0
 
 
+def one_response():
+    tokens = np.random.default_rng(0).integers(0, tiny.CONFIG.vocab_size, (2, 1, 6))
+    prompts, responses = jnp.asarray(tokens, jnp.int32)
+    lengths = jnp.full(1, 6, jnp.int32)
+    ended = jnp.ones(1, bool)
+    return Rollout(prompts, lengths, responses, lengths, jnp.zeros((1, 6)), ended)
+
+
 def test_the_score_of_adapters_is_by_these_alone():
     """Also of those that change nothing yet, whose second factor is 0."""
     lora = adapters.Lora(rank=2, alpha=4.0, targets=("o_proj",))
-    execution = replace(tiny.EXECUTION, lora=lora)
-    base, own = tiny.params(), adapters.init(tiny.CONFIG, lora, 0)
-    params, rollout = adapters.whole(own, base), tiny.rollout()
-    weights = execution.prepare(params)
+    config = replace(tiny.CONFIG, num_layers=1)
+    plain = Execution(config, NATIVE_F32, tiny.SAMPLING)
+    execution = replace(plain, lora=lora)
+    base, own = tiny.params(config), adapters.init(config, lora, 0)
+    params, rollout = adapters.whole(own, base), one_response()
+    weights = jax.jit(execution.prepare)(params)
     (found,) = gradient.score_norms(weights, params, rollout, execution, states=1)
 
     def log_prob(own):  # of the first state
         change = lora.scale * own["o_proj"]["a"] @ own["o_proj"]["b"]
         layers = base["layers"] | {"o": base["layers"]["o"] + change}
-        merged = tiny.EXECUTION.prepare(base | {"layers": layers})
-        first = jax.tree.map(lambda x: x[:1], rollout)
-        return scoring.score(merged, first, execution=tiny.EXECUTION).log_probs[0, 0]
+        merged = plain.prepare(base | {"layers": layers})
+        return scoring.score(merged, rollout, execution=plain).log_probs[0, 0]
 
     leaves = jax.tree.leaves(jax.jit(jax.grad(log_prob))(own))
     expected = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in leaves))

@@ -1,13 +1,15 @@
 """Reports: pages that say what is there and need no network, and figures."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
 
 import numpy as np
 import pytest
-from study_files import FILE, stated, write_run
+from study_files import FILE, make_file, stated, write_run
 
 from tim_jax.app import cli
 from tim_jax.app.config import toml
@@ -21,8 +23,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SEEDS = FILE.split("[correction.none]")[0]
 
 
-@pytest.fixture
-def study_folder(file):
+def make_study(file):
     """Exact, fp8 and its control over two seeds; the control's last run is cut short."""
     one = stated(file, SEEDS)
     for run in one.runs:
@@ -30,7 +31,7 @@ def study_folder(file):
         write_run(run, [0.1, 0.2, 0.3 + 0.1 * run.seed][: 2 if cut else 3], finished=not cut)
         path = run.folder / "metrics.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        lines = [x | {"reward": 0.5, "response_length": 7.0, "exact_share": 1.0} for x in lines]
+        lines = [x | {"reward": 0.5, "response_length": 7.0} for x in lines]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         sample = {"prompt": "1+2=", "completion": "1 3#3 <b>", "answer": "3", "reward": 1.0}
         samples = [{"step": step} | sample for step in (1, 2)]
@@ -38,10 +39,26 @@ def study_folder(file):
     return one.folder
 
 
-def test_a_page_is_whole_small_and_asks_no_network(study_folder, tmp_path):
-    out = tmp_path / "pages" / "page.html"
-    assert cli.main(["report", str(study_folder), "--out", str(out)]) == 0
-    text = out.read_text()
+@pytest.fixture
+def study_folder(file):
+    return make_study(file)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A page of two folders of one name, and its figures. A prompt has half a character."""
+    folder = tmp_path_factory.mktemp("report")
+    one, other = make_study(make_file(folder)), folder / "elsewhere" / "study"
+    shutil.copytree(one, other)
+    samples = other / "runs" / "exact" / "seed-3" / "samples.jsonl"
+    samples.write_text(samples.read_text().replace("1 3#3", r"\ud800"))
+    out = folder / "pages" / "page.html"
+    assert cli.main(["report", str(one), str(other), "--out", str(out)]) == 0
+    return out
+
+
+def test_a_page_is_whole_small_and_asks_no_network(page):
+    text = page.read_text()
     assert len(text) < 3_000_000
     markup = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     assert "an fp8 cache lowers the reward" in markup
@@ -50,9 +67,21 @@ def test_a_page_is_whole_small_and_asks_no_network(study_folder, tmp_path):
     assert "1+2=1 3#3 &lt;b&gt;   (reward 1)" in markup
     assert "Held-out reward under the trainer&#x27;s own policy" in markup
     assert not re.search(r"<(link|img|iframe)|src=|@import|url\(", markup)
-    images = sorted(out.parent.glob("*.png"))
-    assert len(images) == 4
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in images)
+    assert r"1+2=\ud800 " in markup  # half a character, as its number
+
+
+def test_folders_of_one_name_have_figures_of_their_own_which_are_the_same_bits(page):
+    images = {path.name: path.read_bytes() for path in page.parent.glob("*.png")}
+    first = {name: bits for name, bits in images.items() if "-one-2-" not in name}
+    assert len(images) == 2 * len(first) == 2 * 3
+    for name, bits in first.items():
+        assert bits.startswith(b"\x89PNG")
+        assert bits == images[name.replace("-one-", "-one-2-")]
+
+
+def test_a_page_is_the_same_text_again(study_folder):
+    one, two = (report.page([report.section(study_folder)], "report") for _ in range(2))
+    assert one == two
 
 
 def test_a_figure_that_stands_alone_says_what_its_lines_are(study_folder):
@@ -62,36 +91,21 @@ def test_a_figure_that_stands_alone_says_what_its_lines_are(study_folder):
     assert "tim-jax report x" in title["subtitle"][1]
 
 
-def test_folders_of_one_name_have_figures_of_their_own(study_folder, tmp_path):
-    other = tmp_path / "elsewhere" / study_folder.name
-    shutil.copytree(study_folder, other)
-    written = report.write([study_folder, other], tmp_path / "page.html")
-    assert len(written) == len(set(written)) == 1 + 2 * 4
-    assert all(path.is_file() for path in written)
-
-
-def test_figures_are_the_same_bits(study_folder, tmp_path):
-    pages = [tmp_path / name / "page.html" for name in ("one", "two")]
-    for page in pages:
-        report.write([study_folder], page)
-    one, two = (sorted(path.parent.iterdir()) for path in pages)
-    assert [path.read_bytes() for path in one] == [path.read_bytes() for path in two]
-
-
 @pytest.mark.slow
-def test_a_browser_shows_the_charts(study_folder, tmp_path):
+def test_a_browser_shows_the_charts(page):
     """The titles are text of the charts themselves, which the page's script draws."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"none of {', '.join(BROWSERS)} is here")
-    out = tmp_path / "page.html"
-    report.write([study_folder], out)
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000"]
     done = subprocess.run(
-        [browser, *options, "--dump-dom", out.as_uri()], capture_output=True, text=True, timeout=300
+        [browser, *options, "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     drawn = " ".join(re.findall(r"<svg.*?</svg>", done.stdout, flags=re.DOTALL))
-    for title in ("Reward under the sampler", "Response length", "Exact share of the tokens"):
+    for title in ("Reward under the sampler", "Response length"):
         assert title in drawn
 
 
@@ -187,13 +201,6 @@ def test_a_line_that_no_run_writes_is_said_and_the_other_runs_are_shown(study_fo
     assert not one.completions
 
 
-def test_half_a_character_is_shown_as_its_number(study_folder, tmp_path):
-    samples = study_folder / "runs" / "exact" / "seed-3" / "samples.jsonl"
-    samples.write_text(samples.read_text().replace("1 3#3", r"\ud800"))
-    report.write([study_folder], tmp_path / "page.html")
-    assert r"1+2=\ud800 " in (tmp_path / "page.html").read_text()
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -236,7 +243,7 @@ def test_a_damaged_study_is_refused_in_one_line(tmp_path, capsys, text):
     (tmp_path / "study.json").write_text(text)
     assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
     line = capsys.readouterr().err
-    assert f"{tmp_path / 'study.json'} is " in line
+    assert f"{tmp_path / 'study.json'}" in line
     assert line.count("\n") == 1
 
 
@@ -251,6 +258,18 @@ def test_bad_folders_end_in_one_line(tmp_path, capsys, gradient_folder):
         line = capsys.readouterr().err
         assert rule in line
         assert line.count("\n") == 1
+
+
+def test_a_full_disk_leaves_the_page_before(study_folder, tmp_path, monkeypatch, capsys):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "page.html"
+    out.write_text("good")
+    monkeypatch.setattr(os, "fsync", full)
+    assert cli.main(["report", str(study_folder), "--out", str(out)]) == 2
+    assert capsys.readouterr().err == f"tim-jax: cannot write {out}: No space left on device\n"
+    assert out.read_text() == "good"
 
 
 def pinned_run(file):

@@ -26,13 +26,12 @@ from tim_jax.common.errors import InputError
 from tim_jax.instruments import study
 from tim_jax.instruments.study import definition, measurement, running
 from tim_jax.instruments.study.definition import Outcome, Study, Test
-from tim_jax.instruments.study.verdicts import (
+from tim_jax.instruments.study.report import (
     Verdict,
+    exact_test,
     holm,
-    lead,
     least_p,
     outcome,
-    p_value,
     too_few_seeds,
     verdicts,
 )
@@ -322,6 +321,32 @@ def test_who_waits_for_a_study_sees_where_its_runs_are(file, monkeypatch):
     assert said[-1] == f"{name}: done"
 
 
+def test_a_run_that_another_process_has_is_said_once_and_tried_again(file, monkeypatch):
+    one, said, tried = stated(file), [], []
+    for run in one.runs[1:]:
+        write_run(run, [0.5, 0.5, 0.5])
+
+    def start(command, *, stdout, **_):
+        tried.append(time.monotonic())
+        if len(tried) < 3:
+            stdout.write(b"tim-jax: runs/x is in use by process 1\n")
+            stdout.flush()
+            return SimpleNamespace(poll=lambda: 2, returncode=2)
+        write_run(one.runs[0], [0.5, 0.5, 0.5])
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(running, "_POLL", 0.0)
+    monkeypatch.setattr(running, "_AGAIN", 0.05)
+    running.run(one, jobs=1, say=said.append)
+    assert [line.partition(": ")[2] for line in said[1:]] == [
+        "begins, 12 of 12",
+        "another process has it; tried again until that has ended",
+        "done",
+    ]
+    assert tried[1] - tried[0] >= 0.05
+
+
 def test_a_run_that_ends_without_its_last_step_is_no_success(file, monkeypatch):
     """A status of 0 alone is not believed."""
     one = stated(file)
@@ -373,6 +398,9 @@ def test_a_folder_in_use_is_told_whatever_its_owner_writes_after(file):
         assert running._ended(one, ended) == running._BUSY
         of_an_earlier_one = ended._replace(before=len(refused))
         assert "ended with status 2: step 12/80" in running._ended(one, of_an_earlier_one)
+        process.returncode = -signal.SIGKILL
+        words = "was killed by SIGKILL, as where memory is short: step 12/80"
+        assert words in running._ended(one, of_an_earlier_one)
 
 
 def test_a_verdict_needs_every_seed(file):
@@ -392,7 +420,7 @@ def test_a_verdict_that_will_never_come_says_why(file):
     for run in one.runs:
         write_run(run, [0.0, 0.1, 0.2])
     bad = next(run for run in one.runs if run.arm == "fp8+none" and run.seed == 4)
-    bad.ended.write_text("{}")
+    (bad.folder / "ended.json").write_text("{}")
     first, second = (v.line(one.study.test) for v in verdicts(one))
     assert first == (
         "fp8+none against fp8+none+control: no verdict: fp8+none, seed 4: ended as not finite, for"
@@ -401,7 +429,7 @@ def test_a_verdict_that_will_never_come_says_why(file):
     assert "no verdict" not in second
 
     write_run(bad, [0.0, 0.1, "nan"], finished=False)  # it is finished already
-    bad.ended.unlink()
+    (bad.folder / "ended.json").unlink()
     first = verdicts(one)[0].line(one.study.test)
     assert "no verdict: fp8+none, seed 4: eval/reward not finite, for which outcome.not_f" in first
 
@@ -452,12 +480,15 @@ def test_the_outcome_is_what_the_rule_says(take, expected):
 def test_the_direction_is_that_of_the_test_and_not_of_the_means(kind):
     """One collapsed run of the arm has a mean below the other's."""
     first, second = (1.0,) * 9 + (-100.0,), (0.0,) * 10
-    p = p_value(first, second, kind, at_least=0.5)
-    ahead = lead(first, second, kind, at_least=0.5)
+    ahead, p = exact_test(first, second, kind, at_least=0.5)
     verdict = Verdict("a", "b", first, second, lead=ahead, p=p, corrected=p, least=0.001)
     assert p < 0.05
     assert verdict.difference < 0
     assert ": higher (" in verdict.line(Test(kind=kind))
+
+
+def p_value(*arguments, **options):
+    return exact_test(*arguments, **options)[1]
 
 
 def brute_force(first, second):

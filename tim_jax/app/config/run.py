@@ -8,10 +8,12 @@ the command line reads one.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from math import lcm
+from math import lcm, prod
+from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from tim_jax import corrections, placement
 from tim_jax.app.config.sections import (
@@ -33,6 +35,7 @@ from tim_jax.app.config.sections import (
     Warmup,
     part,
     refusal,
+    refused,
 )
 from tim_jax.common.errors import InputError
 from tim_jax.model.adapters import Lora
@@ -61,9 +64,8 @@ class Architecture(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.num_heads % self.num_kv_heads:
-            raise refusal(
-                "num_kv_heads", self.num_kv_heads, f"must divide num_heads = {self.num_heads}"
-            )
+            rule = f"must divide num_heads = {self.num_heads}"
+            raise refusal("num_kv_heads", self.num_kv_heads, rule)
         return self
 
 
@@ -140,10 +142,6 @@ class DecayOff(Section):
 
     kind: Literal["off"] = "off"
 
-    def value(self, max_tokens: int | None) -> None:
-        """None: an optimiser without a decay."""
-        del max_tokens
-
 
 _OFF = DecayOff()
 
@@ -158,11 +156,6 @@ class DecayFixed(Section):
     period: Count
     floor: Share = Decay.floor
     """The lowest share of the first learning rate."""
-
-    def value(self, max_tokens: int | None) -> Decay:
-        """The decay as the optimiser takes it; the longest response does not matter to it."""
-        del max_tokens
-        return Decay(period=self.period, floor=self.floor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,12 +172,6 @@ class DecayReactive(SurgeDetector):
     floor: Share = Decay.floor
     """The lowest share of the first learning rate."""
 
-    def value(self, max_tokens: int | None) -> Decay:
-        """The decay of a run whose longest response has this many tokens."""
-        longest = self.max_length or max_tokens
-        detector = part(SurgeDetector, self, max_length=longest)
-        return Decay(multiple=self.multiplier, floor=self.floor, detector=detector)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(AdamW):
@@ -200,6 +187,16 @@ class Optimizer(AdamW):
     loss_scale: Annotated[LossScale, TABLE] | None = None
     """Dynamic loss scaling, of runs whose learner computes in float16. Left out: with its defaults
     in float16, and none otherwise."""
+
+    def decay(self, max_tokens: int | None) -> Decay | None:
+        """The decay of a run whose longest response has this many tokens, if it has one."""
+        match self.length_decay:
+            case DecayFixed(period=period, floor=floor):
+                return Decay(period=period, floor=floor)
+            case DecayReactive(multiplier=multiple, floor=floor) as own:
+                detector = part(SurgeDetector, own, max_length=own.max_length or max_tokens)
+                return Decay(multiple=multiple, floor=floor, detector=detector)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,9 +231,7 @@ class PlacementSection(Placement):
         Raises:
             InputError: as `placement.split`.
         """
-        if not self.split:
-            return devices
-        return placement.split(self.value, self.for_sampler, devices)
+        return placement.split(self.value, self.for_sampler, devices) if self.split else devices
 
 
 # The keys of what `Training` calls otherwise; the other fields of the learner keep their names.
@@ -262,16 +257,11 @@ def _refused_by_key(config: "RunConfig") -> Iterator[None]:
         key, value = _KEYS.get(field, f"learner.{field}"), error.value
         if field == "correction":
             value = list(config.learner.corrections)
-        if error.axis is not None:
-            key, value = _axis_set(config.placement, field, error.axis)
+        if error.axis is not None:  # of a placement
+            own = field == "sampler_placement" and config.placement.sampler is not None
+            key = f"placement.{'sampler.' if own else ''}{error.axis}"
+            value = attrgetter(key)(config)
         raise refusal(key, value, error.rule) from error
-
-
-def _axis_set(section: PlacementSection, field: str, axis: str) -> tuple[str, int]:
-    """The key, and its value, that sets an axis of `placement` or `sampler_placement`."""
-    own = field == "sampler_placement" and section.sampler is not None
-    key = "placement.sampler" if own else "placement"
-    return f"{key}.{axis}", getattr(section.sampler if own else section, axis)
 
 
 class RunConfig(Section):
@@ -319,9 +309,15 @@ class RunConfig(Section):
         return self.learner.prompts_per_step * self.sampling.samples
 
     @property
+    def update_counts(self) -> dict[str, int]:
+        """The keys of the learner that a step's updates are the product of."""
+        learner = self.learner
+        return {"mini_batches": learner.mini_batches, "epochs": learner.epochs}
+
+    @property
     def updates_per_step(self) -> int:
-        """Updates of a step: mini-batches times epochs."""
-        return self.learner.mini_batches * self.learner.epochs
+        """Updates of a step."""
+        return prod(self.update_counts.values())
 
     @property
     def updates(self) -> int:
@@ -348,73 +344,79 @@ class RunConfig(Section):
         memory = "learner.remat", "learner.offload"  # not micro_batch, which orders the sums
         # A reward's limit ends the run and changes no grade; an environment's ends an episode.
         calls = "task.reward_time_limit", "task.environment_workers"
-        held_out = "eval", "task.eval_subset"  # training rows have a mark of their own
-        free = "exact", *held_out, "run", "placement", *batching, *memory, *calls, "numerics.family"
+        held_out = "eval", "task.eval_subset"
+        # What was moved and has marks in checkpoints: all of the rows, and of the base of adapters.
+        # Other weights have none, and a run would go on with those of its checkpoint.
+        moved = "task.path", "task.eval_path", *(() if self.lora is None else ("model.path",))
+        alone = "exact", "run", "placement", "numerics.family"
+        free = *alone, *held_out, *moved, *batching, *memory, *calls
         bound = self.optimizer.schedule != "constant" and self.optimizer.total_steps is None
         return free if bound else ("steps", *free)
+
+    def _refusal(self, key: str, rule: str) -> PydanticCustomError:
+        return refusal(key, attrgetter(key)(self), rule)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_tokens()
         self._check_rules()
         self._check_lengths()
-        self._check_loss_scale()
-        self._check_schedule()
-        if self.exact == "required" and self.numerics.family == "native":
-            raise refusal(
-                "exact", self.exact, 'native numerics are not exact; set "report", or family tiles'
-            )
-        alone = self.sampler.mismatch and not self.sampler.both_sides
-        active = self.sampler.dial.active if alone else ()
-        if self.exact == "required" and active:
-            raise refusal(
-                "exact",
-                self.exact,
-                f'sampler.mismatch has {active[0].name!r}, which is not exact; set "report"',
-            )
+        self._check_optimizer()
+        if self.exact == "required":
+            if self.numerics.family == "native":
+                rule = 'native numerics are not exact; set "report", or family tiles'
+                raise self._refusal("exact", rule)
+            active = self.sampler.own_dial.active if self.sampler.mismatch else ()
+            if active:
+                rule = f'sampler.mismatch has {active[0].name!r}, which is not exact; set "report"'
+                raise self._refusal("exact", rule)
         if self.warmup.steps and self.task.kind != "builtin":
-            raise refusal(
-                "warmup.steps",
-                self.warmup.steps,
-                "only built-in tasks have solutions to learn from",
-            )
+            raise self._refusal("warmup.steps", "only built-in tasks have solutions to learn from")
         if self.task.environment is not None and self.sampling.max_turns is None:
-            raise refusal(
-                "task.environment",
-                self.task.environment,
-                "is for episodes of several turns; set sampling.max_turns too",
-            )
+            rule = "is for episodes of several turns; set sampling.max_turns too"
+            raise self._refusal("task.environment", rule)
         if self.task.environment is not None and self.task.reward is not None:
-            raise refusal(
-                "task.reward", self.task.reward, "must be left out: task.environment gives rewards"
-            )
+            rule = "must be left out: task.environment gives rewards"
+            raise self._refusal("task.reward", rule)
         if self.warmup.steps and self.lora is not None:
-            raise refusal(
+            raise self._refusal(
                 "warmup.steps",
-                self.warmup.steps,
                 "must be 0 with adapters, whose base stays as it is; train one run with the warm"
                 " start and name its model in model.path",
             )
         return self
 
+    def _check_tokens(self) -> None:
+        length = self.sampling.max_prompt_length + self.sampling.longest
+        for key, sequences in (
+            ("sampling.max_tokens", 1),
+            ("sampling.max_prompt_length", 1),
+            ("sampling.samples", self.sampling.samples),
+            ("learner.prompts_per_step", self.sequences_per_step),
+            ("eval.samples", self.eval.samples),
+            ("warmup.batch", self.warmup.batch),
+        ):
+            if sequences * length >= _MOST_TOKENS:
+                rule = f"makes {sequences} sequences of {length} tokens, over 2**31 tokens"
+                raise self._refusal(key, rule)
+
     def _check_rules(self) -> None:
         """The rules that any run has, by the names of this configuration's keys."""
         section, sampling, sampler = self.learner, self.sampling, self.sampler
-        samples, prompts = sampling.samples, section.prompts_per_step
+        samples, prompts, longest = sampling.samples, section.prompts_per_step, sampling.longest
         minis, micro, total = section.mini_batches, section.micro_batch, self.sequences_per_step
-        try:
+        learning, drawing = self.placement.value, self.placement.for_sampler
+        with refused("learner.objective", None):
             objective = self.objective
             if sampling.truncated:
                 objective.check_whole_distribution()
-        except InputError as error:
-            raise refusal("learner.objective", None, str(error)) from error
         with _refused_by_key(self):
             rules.check_learning(
                 objective,
                 corrections.build(section.corrections),
                 mode=section.mode,
                 samples=samples,
-                updates=minis * section.epochs,
+                updates=self.updates_per_step,
             )
             rules.check_reward_kl(objective, sequences=total)
             rules.check_rows(
@@ -428,15 +430,15 @@ class RunConfig(Section):
                 rules.check_packed(noise_scale=section.noise_scale)
                 rules.check_micro_batch_tokens(
                     section.micro_batch_tokens,
-                    longest=sampling.max_prompt_length + sampling.longest,
-                    placement=self.placement.value,
+                    longest=sampling.max_prompt_length + longest,
+                    placement=learning,
                 )
             rules.check_refills(section.refills, objective, samples=samples)
             rules.check_staleness(sampler.max_staleness, offload=section.offload)
             if sampling.max_turns is not None:
                 rules.check_turns(
                     max_tokens=sampling.max_tokens,
-                    longest=sampling.longest,
+                    longest=longest,
                     max_staleness=sampler.max_staleness,
                     routing=section.routing,
                     objective=objective,
@@ -444,80 +446,45 @@ class RunConfig(Section):
                 rules.check_credit(section.credit, objective)
                 rules.check_cut(self.task.history, noise_scale=section.noise_scale)
             rules.check_learner_rows(
-                self.placement.value, sequences=total, mini_batches=minis, micro_batch=micro
+                learning, sequences=total, mini_batches=minis, micro_batch=micro
             )
             rules.check_sampler_rows(
-                self.placement.for_sampler,
+                drawing,
                 prompts=prompts,
                 sequences=total,
                 slots=sampler.slots,
                 greedy="greedy_rewards" in advantages.needs(objective.estimator),
             )
-        for key, where in (
-            ("placement.tensor", self.placement.value),
-            ("placement.sampler.tensor", self.placement.for_sampler),
-        ):
+        for key, where in (("tensor", learning), ("sampler.tensor", drawing)):
             if self.column_tiles % where.tensor:
-                raise refusal(
-                    key, where.tensor, f"must divide numerics.column_tiles = {self.column_tiles}"
-                )
-
-    def _check_schedule(self) -> None:
-        own = self.optimizer
-        if own.schedule == "constant":
-            for key in ("total_steps", "final_share"):
-                if value := getattr(own, key):
-                    raise refusal(
-                        f"optimizer.{key}",
-                        value,
-                        "has no effect on a constant learning rate; set optimizer.schedule too",
-                    )
-            return
-        end = own.total_steps or self.updates
-        if own.warmup_steps >= end:
-            raise refusal(
-                "optimizer.warmup_steps",
-                own.warmup_steps,
-                f"must be less than the schedule's {end} updates",
-            )
-
-    def _check_loss_scale(self) -> None:
-        dtype, sampler = self.numerics.dtype, self.sampler
-        if self.optimizer.loss_scale is None or dtype == "float16":
-            return
-        shared = [entry for entry in sampler.mismatch if sampler.both_sides]
-        if not any(e.get("name") == "compute" and e.get("dtype") == "float16" for e in shared):
-            raise refusal(
-                "optimizer.loss_scale.initial",
-                self.optimizer.loss_scale.initial,
-                f"is for a learner in float16, and numerics.dtype is {dtype!r}, whose gradients"
-                " need no scale; leave optimizer.loss_scale out",
-            )
-
-    def _check_tokens(self) -> None:
-        length = self.sampling.max_prompt_length + self.sampling.longest
-        prompts, samples = self.learner.prompts_per_step, self.sampling.samples
-        sizes = {
-            "sampling.max_tokens": (self.sampling.longest, 1),
-            "sampling.max_prompt_length": (self.sampling.max_prompt_length, 1),
-            "sampling.samples": (samples, samples),
-            "learner.prompts_per_step": (prompts, prompts * samples),
-            "eval.samples": (self.eval.samples, self.eval.samples),
-            "warmup.batch": (self.warmup.batch, self.warmup.batch),
-        }
-        for key, (value, sequences) in sizes.items():
-            if sequences * length >= _MOST_TOKENS:
-                raise refusal(
-                    key, value, f"makes {sequences} sequences of {length} tokens, over 2**31 tokens"
-                )
+                rule = f"must divide numerics.column_tiles = {self.column_tiles}"
+                raise refusal(f"placement.{key}", where.tensor, rule)
 
     def _check_lengths(self) -> None:
         architecture, sampling = self.model.random_architecture, self.sampling
         longest = sampling.max_prompt_length + sampling.longest
         if architecture and longest > architecture.max_positions:
-            raise refusal(
-                "sampling.max_tokens" if sampling.max_turns is None else "sampling.max_turns",
-                sampling.max_turns or sampling.max_tokens,
+            raise self._refusal(
+                f"sampling.{sampling.limit}",
                 f"with max_prompt_length = {sampling.max_prompt_length} is {longest}, more than"
                 f" the model's {architecture.max_positions} positions",
             )
+
+    def _check_optimizer(self) -> None:
+        own, sampler, dtype = self.optimizer, self.sampler, self.numerics.dtype
+        shared = sampler.mismatch if sampler.both_sides else ()
+        halves = any(e.get("name") == "compute" and e.get("dtype") == "float16" for e in shared)
+        if own.loss_scale is not None and dtype != "float16" and not halves:
+            raise self._refusal(
+                "optimizer.loss_scale.initial",
+                f"is for a learner in float16, and numerics.dtype is {dtype!r}, whose gradients"
+                " need no scale; leave optimizer.loss_scale out",
+            )
+        if own.schedule == "constant":
+            for key in ("optimizer.total_steps", "optimizer.final_share"):
+                if attrgetter(key)(self):
+                    rule = "has no effect on a constant learning rate; set optimizer.schedule too"
+                    raise self._refusal(key, rule)
+        elif own.warmup_steps >= (end := own.total_steps or self.updates):
+            rule = f"must be less than the schedule's {end} updates"
+            raise self._refusal("optimizer.warmup_steps", rule)

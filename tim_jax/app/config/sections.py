@@ -6,7 +6,8 @@ several sections say together is checked by `run.RunConfig`.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast, get_type_hints
 
@@ -25,15 +26,15 @@ from pydantic_core import PydanticCustomError
 import tim_jax
 from tim_jax import corrections, objectives
 from tim_jax.common import inputs
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.model.execution import Batching, Routing, Sampling
 from tim_jax.numerics import FamilyChoice
 from tim_jax.objectives import Objective
 from tim_jax.rl.rules import Credit
 from tim_jax.tasks import environments
+from tim_jax.tasks.base import History
 from tim_jax.tasks.builtin import Quality
 from tim_jax.tasks.dataset import DatasetSource
-from tim_jax.tasks.episodes import History
 
 if TYPE_CHECKING:
     from tim_jax.mismatch import Mismatch
@@ -86,32 +87,38 @@ def refusal(key: str, value: Any, rule: str) -> PydanticCustomError:
     return PydanticCustomError("rule", "{rule}", {"key": key, "value": value, "rule": rule})
 
 
+@contextmanager
+def refused(key: str, value: Any) -> Iterator[None]:
+    """A context in which what the library refuses is a broken rule of this key."""
+    try:
+        yield
+    except InputError as error:
+        raise refusal(key, value, str(error)) from error
+
+
 def part(kind: Callable[..., T], section: Any, **changes: Any) -> T:
-    """The value of dataclass `kind` that a section extends, without the section's own keys."""
-    own = {one.name: getattr(section, one.name) for one in fields(cast(Any, kind))}
+    """The value of dataclass `kind` whose fields a section has, but for those in `changes`."""
+    names = [one.name for one in fields(cast(Any, kind)) if one.name not in changes]
+    own = {name: getattr(section, name) for name in names}
     return kind(**{**own, **changes})
 
 
 S = TypeVar("S", bound=Section)
 
 
-def _may_change(kind: type, *, but: tuple[str, ...]) -> Callable[[type[S]], type[S]]:
-    """Class decorator: the fields of the dataclass `kind` become keys that may be left out."""
-
-    def extended(section: type[S]) -> type[S]:
-        hints = get_type_hints(kind)
-        own = {*but, *section.model_fields}
-        keys = {name: (hint | None, None) for name, hint in hints.items() if name not in own}
-        made = create_model(
-            section.__name__,
-            __base__=section,
-            __module__=section.__module__,
-            __doc__=section.__doc__,
-            **cast(Any, keys),
-        )
-        return cast(type[S], made)
-
-    return extended
+def _changes_objective(section: type[S]) -> type[S]:
+    """Class decorator: the other fields of `Objective` become keys that may be left out."""
+    hints = get_type_hints(Objective)
+    own = {"max_length", *section.model_fields}
+    keys = {name: (hint | None, None) for name, hint in hints.items() if name not in own}
+    made = create_model(
+        section.__name__,
+        __base__=section,
+        __module__=section.__module__,
+        __doc__=section.__doc__,
+        **cast(Any, keys),
+    )
+    return cast(type[S], made)
 
 
 def _options(given: Any) -> Any:
@@ -166,6 +173,13 @@ class SamplingSection(Sampling):
         if self.max_turns is None:
             return self.max_tokens
         return self.max_episode_tokens or 2 * self.max_turns * self.max_tokens
+
+    @property
+    def limit(self) -> str:
+        """The key that says so."""
+        if self.max_turns is None:
+            return "max_tokens"
+        return "max_turns" if self.max_episode_tokens is None else "max_episode_tokens"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -223,39 +237,24 @@ class SamplerSection(Section):
         # Imported only where there are entries: with the room come the kernels and the sampler, and
         # the errors about all other keys would have to wait for them.
         for index, entry in enumerate(self.mismatch):
-            try:
+            with refused(f"mismatch[{index}]", entry):
                 tim_jax.mismatch.build([entry])
-            except InputError as error:
-                raise refusal(f"mismatch[{index}]", entry, str(error)) from error
-        try:
-            if self.both_sides:
+        if self.both_sides:
+            with refused("both_sides", True):
                 self.dial.check_shared()
-        except InputError as error:
-            raise refusal("both_sides", True, str(error)) from error
-        if self.max_staleness and self.mismatch and not self.both_sides:
-            try:
+        elif self.max_staleness and self.mismatch:
+            with refused("max_staleness", self.max_staleness):
                 tim_jax.mismatch.refuse_ahead(self.dial)
-            except InputError as error:
-                raise refusal("max_staleness", self.max_staleness, str(error)) from error
         return self
 
 
-Preset = Literal[
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce",
-    "reinforce_plus_plus",
-    "dapo",
-    "gspo",
-    "cispo",
-    "sapo",
-    "gmpo",
-    "dppo",
-]
+def _preset(name: str) -> str:
+    if name not in objectives.PRESETS:
+        raise refusal("", name, f"unknown value{did_you_mean(name, objectives.PRESETS)}")
+    return name
 
 
-@_may_change(Objective, but=("max_length",))
+@_changes_objective
 class ObjectiveSection(Section):
     """Advantages and token loss: a preset of `tim_jax.objectives`, and changes to it.
 
@@ -264,7 +263,7 @@ class ObjectiveSection(Section):
     it.
     """
 
-    preset: Preset = "grpo"
+    preset: Annotated[str, AfterValidator(_preset)] = "grpo"
     loss_options: dict[str, float] | None = None
     """Further options of the loss, such as `{ ratio_cap = 5.0 }` of "dppo_tv"."""
     # What steers the coefficient has other names for these two, which its check would say.
@@ -320,10 +319,8 @@ class Learner(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for index, entry in enumerate(self.corrections):
-            try:
+            with refused(f"corrections[{index}]", entry):
                 corrections.build([entry])
-            except InputError as error:
-                raise refusal(f"corrections[{index}]", entry, str(error)) from error
         return self
 
 

@@ -25,8 +25,6 @@ COMMAND_LINE = "command line"
 NONE = "none"  # an override's value: leave the key out, whatever the file says
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
-# What older versions wrote of adapters that were read from a folder, whatever they were.
-_UNREAD = {"rank": 8, "alpha": 16.0, "targets": []}
 _LOG = logging.getLogger("tim_jax")
 # Keys of older versions, and what they are called now.
 _RENAMED = {"sampling": {"samples_per_prompt": "samples", "max_response_length": "max_tokens"}}
@@ -178,8 +176,11 @@ def with_new_keys(data: Mapping[str, Any], source: str | None = None) -> dict[st
     for name, value in data.items():
         if isinstance(value, Mapping):
             value = with_new_keys(value, source)
-            value = _without_widths(value, source) if name == "learner" else value
-            value = _without_unread(value) if name == "lora" else value
+            if name == "learner" and (widths := value.pop("widths", 1)) != 1:  # of 1 it did nothing
+                raise InputError(
+                    f"{source or 'config'}: learner.widths = {_shown(widths)}: is gone; set"
+                    " learner.micro_batch_tokens, which computes no padding at all"
+                )
             for old in (old for old in _RENAMED.get(name, {}) if old in value):
                 new = _new_key(name, old, source)
                 if new in value:
@@ -190,22 +191,6 @@ def with_new_keys(data: Mapping[str, Any], source: str | None = None) -> dict[st
                 value[new] = value.pop(old)
         renamed[name] = value
     return renamed
-
-
-def _without_widths(learner: Mapping[str, Any], source: str | None) -> dict[str, Any]:
-    """The section without `widths`, which is gone; of 1 it did nothing."""
-    if learner.get("widths", 1) != 1:
-        raise InputError(
-            f"{source or 'config'}: learner.widths = {_shown(learner['widths'])}: is gone; set"
-            " learner.micro_batch_tokens, which computes no padding at all"
-        )
-    return {key: value for key, value in learner.items() if key != "widths"}
-
-
-def _without_unread(lora: Mapping[str, Any]) -> dict[str, Any]:
-    """The section without defaults beside `path`, whose adapter has values of its own."""
-    unread = "path" in lora and _UNREAD.items() <= lora.items()
-    return {key: value for key, value in lora.items() if not (unread and key in _UNREAD)}
 
 
 def _new_key(section: str, key: str, source: str | None) -> str:
@@ -396,20 +381,17 @@ def _sections(kind: Any) -> list[type]:
 
 
 def _unknown_key(key: Sequence[str], known: Collection[str], root: type) -> str:
-    """What is said of a key that is not among the known ones of its section."""
-    name, hint = key[-1], _elsewhere(key, known, root)
-    return f"unknown key{hint or (did_you_mean(name, known) if known else '')}"
+    """What is said of a key that is not among the known ones of its section.
 
-
-def _elsewhere(key: Sequence[str], known: Collection[str], root: type) -> str:
-    """The hint for a key that another section has, by this name or by the one that it has here."""
+    Another section may have it, by this name or by the one that it has here.
+    """
     name, meant = key[-1], ours(key[-1])
     for wanted in (name,) if meant in known else (name, meant):
         # Its own place is that of another kind of section.
         place = next((one for one in _places(wanted, root) if one != tuple(key)), None)
         if place is not None:
-            return suggestion(name, ".".join(place))
-    return ""
+            return f"unknown key{suggestion(name, '.'.join(place))}"
+    return f"unknown key{did_you_mean(name, known) if known else ''}"
 
 
 def _places(name: str, section: type) -> Iterator[tuple[str, ...]]:

@@ -13,13 +13,22 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from tim_jax.app.config import toml
-from tim_jax.app.config.verl_keys import ACTOR, Keys, rejection, rejections, weights
+from tim_jax.app.config.verl_keys import ACTOR, Keys, rejections, weights
 from tim_jax.common.errors import InputError
-from tim_jax.objectives.objective import counts_kept
+from tim_jax.objectives.objective import Aggregation, counts_kept
 
 _MOST_STEPS = 2**31 - 1
 _OF_THE_LOSS = ("loss_type", "rollout_is", "rollout_rs")  # of a rollout_correction
 _POLICY_LOSS = f"{ACTOR}.policy_loss"
+_OVERLONG = (
+    "reward_model.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward.reward_kwargs.overlong_buffer_cfg",
+)
+_COMPOSED = (
+    "the files of its defaults list are not read: give the whole configuration, as --cfg job"
+    " --resolve prints it"
+)
 SECTIONS = ("algorithm", ACTOR, "rollout_correction")
 ESTIMATORS = {
     "grpo": "grpo",
@@ -36,6 +45,8 @@ ESTIMATORS = {
 }
 # What they compute depends on the mask, and so on rejections before them.
 _READ_THE_MASK = ("opo", "optimal_token_baseline", "reinforce_plus_plus")
+# A rejected end takes the reward away from these in verl.
+_READ_THE_END = ("optimal_token_baseline", "reinforce_plus_plus", "remax")
 LOSSES = {
     "vanilla": "clip",
     "gspo": "gspo",
@@ -86,9 +97,12 @@ def translate(data: Mapping[str, Any], *, source: str = "verl") -> Translation:
     """
     given = Keys(data, source)
     if not any(given.has(section) for section in SECTIONS):
-        raise InputError(f"{source}: has none of the sections {', '.join(SECTIONS)}")
+        hint = f"; {_COMPOSED}" if data.get("defaults") else ""
+        raise InputError(f"{source}: has none of the sections {', '.join(SECTIONS)}{hint}")
     step = _Step(given)
     config = step.config()
+    if data.get("defaults"):
+        step.notes.append(_COMPOSED)
     # The lengths are for a model, which is not known yet, as the run's length may be.
     sampling = {k: v for k, v in config.get("sampling", {}).items() if not k.startswith("max_")}
     toml.build(
@@ -126,11 +140,19 @@ class _Step:
             f"{_POLICY_LOSS}.loss_mode", "vanilla", (*LOSSES, "bypass_mode")
         )
         self.v1 = keys.get("trainer.use_v1", False)
+        self.has_kl = self.actor("use_kl_loss", False)
+        self.entropy = self.actor("entropy_coeff", 0.0)
         self.path, self.bypass = self._bypass()
         self.estimator = self._estimator()
+        # verl's trainer v1 leaves all corrections out then.
+        self.corrects = not (self.bypass and self.v1 and self.mode_of_loss != "bypass_mode")
         self.loss = self._loss()
-        self.options = rejections(keys, self.path) if self._corrects else []
-        weights(keys, self.path)  # its keys are known, whether or not they have an effect
+        self.rejections = rejections(keys, self.path) if self.corrects else []
+        self.weights = weights(keys, self.path)  # its keys are known, even without an effect
+
+    def actor(self, key: str, default: Any, *, nullable: bool = False) -> Any:
+        """The value of a key of the actor."""
+        return self.keys.get(f"{ACTOR}.{key}", default, nullable=nullable)
 
     def config(self) -> dict[str, Any]:
         """The run's keys."""
@@ -141,10 +163,10 @@ class _Step:
             "corrections": self._corrections(),
             "objective": self._objective(),
         }
-        updates = learner["mini_batches"] * learner["epochs"]
-        optimizer = self._optimizer(updates)
+        optimizer = self._optimizer(learner["mini_batches"] * learner["epochs"])
         found = {"sampling": self._sampling(), "learner": learner, "optimizer": optimizer}
         self._filter(learner)
+        self._beside()
         return self._length() | {name: section for name, section in found.items() if section}
 
     def _bypass(self) -> tuple[str, bool]:
@@ -177,31 +199,30 @@ class _Step:
         return path, True
 
     def _estimator(self) -> str:
-        path = "algorithm.adv_estimator"
-        name = self.keys.get(path, "gae")
+        keys, path = self.keys, "algorithm.adv_estimator"
+        divided = "algorithm.norm_adv_by_std_in_grpo"
+        name = keys.get(path, "gae")
         if name in ("gae", "gdpo", "tir_optimal_token_baseline"):
-            verb = "has" if path in self.keys else "is verl's default and has"
+            verb = "has" if path in keys else "is verl's default and has"
             rule = f"{verb} no counterpart, as {', '.join(ESTIMATORS)} do"
-            raise self.keys.wrong(path, name, rule)
-        found = ESTIMATORS[self.keys.choice(path, "gae", ESTIMATORS)]
-        gamma = self.keys.get("algorithm.gamma", 1.0)
+            raise keys.wrong(path, name, rule)
+        found = ESTIMATORS[keys.choice(path, "gae", ESTIMATORS)]
+        gamma = keys.get("algorithm.gamma", 1.0)
         if gamma != 1.0 and found == "reinforce_plus_plus":
-            raise self.keys.wrong("algorithm.gamma", gamma, "must be 1: nothing is discounted")
-        self.keys.get("algorithm.lam", 1.0)  # of gae
-        if not self.keys.get("algorithm.norm_adv_by_std_in_grpo", True):
-            if found == "pass_at_k":
-                raise self.keys.wrong(
-                    "algorithm.norm_adv_by_std_in_grpo", False, "grpo_passk is divided by it here"
-                )
-            found = "dr_grpo" if found == "grpo" else found
-        return found
+            raise keys.wrong("algorithm.gamma", gamma, "must be 1: nothing is discounted")
+        keys.get("algorithm.lam", 1.0)  # of gae
+        if keys.get(divided, True):
+            return found
+        if found == "pass_at_k":
+            raise keys.wrong(divided, False, "grpo_passk is divided by it here")
+        return "dr_grpo" if found == "grpo" else found
 
     def _loss(self) -> str:
         kind = self.keys.choice(f"{self.path}.loss_type", "ppo_clip", ("ppo_clip", "reinforce"))
         asked = LOSSES.get(self.mode_of_loss, "clip")
         if not self.bypass:
             return asked
-        if self.v1 and self.mode_of_loss != "bypass_mode":
+        if not self.corrects:
             self.notes.append(
                 "verl's trainer v1 takes no notice of rollout_rs, rollout_is and loss_type in"
                 " bypass mode unless policy_loss.loss_mode is bypass_mode, so they are left out"
@@ -211,19 +232,14 @@ class _Step:
             self.notes.append(f"bypass mode takes the loss {kind} in place of {self.mode_of_loss}")
         return "clip" if kind == "ppo_clip" else "reinforce"
 
-    @property
-    def _corrects(self) -> bool:
-        """False if verl's trainer v1 leaves all corrections out."""
-        return not (self.bypass and self.v1 and self.mode_of_loss != "bypass_mode")
-
     def _corrections(self) -> list[dict[str, Any]]:
-        if not self._corrects:
+        if not self.corrects:
             return []
-        rejecting = [rejection(self.keys, self.path, *each) for each in self.options]
-        weight = [] if self.bypass and self.loss == "clip" else weights(self.keys, self.path)
+        complete = self.bypass and self.loss == "clip"
+        weight = [] if complete else self.weights
         if not weight and self.keys.get(f"{self.path}.rollout_is", None) is not None:
             why = "where rollout_is_threshold is null"
-            if self.bypass and self.loss == "clip":
+            if complete:
                 why = "beside PPO's loss in bypass mode, whose ratio is complete"
             self.notes.append(f"rollout_is has no effect in verl {why}")
         if self.bypass and any(entry["name"] == "normalise" for entry in weight):
@@ -233,12 +249,12 @@ class _Step:
                 "the loss is divided by a mini-batch's responses; verl's geo_mean by a"
                 " micro-batch's, so there it grows with their number"
             )
-        if weight and self.loss == "gmpo":
-            self.differs.append("each token has its own weight; in verl's geo_mean their mean")
-        return weight + rejecting
+            if weight:
+                self.differs.append("each token has its own weight; in verl's geo_mean their mean")
+        return weight + self.rejections
 
     def _objective(self) -> dict[str, Any]:
-        objective = {
+        objective: dict[str, Any] = {
             "preset": "grpo",
             "estimator": self.estimator,
             "loss": self.loss,
@@ -247,16 +263,15 @@ class _Step:
             **self._terms(),
             **self._reward_kl(),
         }
-        if self.options:
-            objective |= self._rejected(objective)
-        return objective
+        return objective | (self._rejected(objective["aggregation"]) if self.rejections else {})
 
     def _loss_options(self) -> dict[str, Any]:
-        clip = self.keys.get(f"{ACTOR}.clip_ratio", 0.2)
+        clip, cap = self.actor("clip_ratio", 0.2), self.actor("clip_ratio_c", 3.0)
+        low = self.actor("clip_ratio_low", 0.2, nullable=True)
+        high = self.actor("clip_ratio_high", 0.2, nullable=True)
         bounds = {
-            ours: clip if bound is None else bound
-            for ours, theirs in (("clip_low", "clip_ratio_low"), ("clip_high", "clip_ratio_high"))
-            for bound in (self.keys.get(f"{ACTOR}.{theirs}", 0.2, nullable=True),)
+            "clip_low": clip if low is None else low,
+            "clip_high": clip if high is None else high,
         }
         if clip != 0.2 and clip not in bounds.values():
             self.notes.append(
@@ -265,19 +280,21 @@ class _Step:
             )
         if self.loss in ("clip", "gspo", "cispo", "clip_cov") and bounds["clip_low"] > 1.0:
             bounds["clip_low"] = 1.0  # the same loss: no ratio is below 0
-        cap = self.keys.get(f"{ACTOR}.clip_ratio_c", 3.0)
-        taus = {
-            "temperature_positive": self.keys.get(f"{ACTOR}.tau_pos", 1.0),
-            "temperature_negative": self.keys.get(f"{ACTOR}.tau_neg", 1.05),
-        }
-        covariance = {
-            "share": self.keys.get(f"{_POLICY_LOSS}.clip_cov_ratio", 2e-4),
-            "lower": self.keys.get(f"{_POLICY_LOSS}.clip_cov_lb", 1.0),
-            "upper": self.keys.get(f"{_POLICY_LOSS}.clip_cov_ub", 5.0),
-        }
-        penalised = {
-            "share": self.keys.get(f"{_POLICY_LOSS}.kl_cov_ratio", 2e-4),
-            "coefficient": self.keys.get(f"{_POLICY_LOSS}.ppo_kl_coef", 0.1),
+        options = {
+            "sapo": {
+                "temperature_positive": self.actor("tau_pos", 1.0),
+                "temperature_negative": self.actor("tau_neg", 1.05),
+            },
+            "clip_cov": {
+                "share": self.actor("policy_loss.clip_cov_ratio", 2e-4),
+                "lower": self.actor("policy_loss.clip_cov_lb", 1.0),
+                "upper": self.actor("policy_loss.clip_cov_ub", 5.0),
+            },
+            "kl_cov": {
+                "share": self.actor("policy_loss.kl_cov_ratio", 2e-4),
+                "coefficient": self.actor("policy_loss.ppo_kl_coef", 0.1),
+            },
+            **{name: {"ratio_cap": cap} for name in ("dppo_tv", "dppo_kl")},
         }
         if self.loss in ("clip_cov", "kl_cov"):
             drawn = "; which tokens are dropped is drawn otherwise"
@@ -285,85 +302,70 @@ class _Step:
                 "the covariance is of a mini-batch, and verl's of a micro-batch"
                 f"{drawn if self.loss == 'clip_cov' else ''}"
             )
-        return {
-            "reinforce": {},
-            "sapo": {"loss_options": taus},
-            "clip": {**bounds, "dual_clip": cap},
-            "clip_cov": {**bounds, "loss_options": covariance},
-            "kl_cov": {"loss_options": penalised},
-            "dppo_tv": {**bounds, "loss_options": {"ratio_cap": cap}},
-            "dppo_kl": {**bounds, "loss_options": {"ratio_cap": cap}},
-        }.get(self.loss, bounds)
+        found: dict[str, Any] = {} if self.loss in ("reinforce", "sapo", "kl_cov") else bounds
+        if self.loss in options:
+            return found | {"loss_options": options[self.loss]}
+        return found | ({"dual_clip": cap} if self.loss == "clip" else {})
 
     def _aggregation(self) -> dict[str, Any]:
         asked = self.keys.choice(f"{ACTOR}.loss_agg_mode", "token-mean", AGGREGATIONS)
-        factor = self.keys.get(f"{ACTOR}.loss_scale_factor", None)
+        factor = self.actor("loss_scale_factor", None)
         found = AGGREGATIONS[asked]
         if self.loss in ("gspo", "sapo", "gmpo"):
             found = "sequence_mean_token_mean"
-            if asked != "seq-mean-token-mean" and (self._has_kl or self._entropy):
+            if asked != "seq-mean-token-mean" and (self.has_kl or self.entropy):
                 self.differs.append(
                     f"KL and entropy terms are added up as the loss is ({found}), and in verl by"
                     f" {asked}"
                 )
-        if found == "constant_length" and factor is None and self.v1:
-            self.differs.append(
-                "sums are divided by sampling.max_tokens, in verl's trainer v1 by the longest"
-                " response of each micro-batch"
-            )
-        if found == "constant_length" and factor is not None:
+        if found == "constant_length":
             longest = self.keys.get("data.max_response_length", 512)
-            if longest != factor:
+            if factor is None and self.v1:
+                self.differs.append(
+                    "sums are divided by sampling.max_tokens, in verl's trainer v1 by the longest"
+                    " response of each micro-batch"
+                )
+            elif factor not in (None, longest):
                 self.differs.append(f"sums are divided by sampling.max_tokens, in verl by {factor}")
         return {"aggregation": found}
 
-    @property
-    def _has_kl(self) -> bool:
-        return self.keys.get(f"{ACTOR}.use_kl_loss", False)
-
-    @property
-    def _entropy(self) -> float:
-        return self.keys.get(f"{ACTOR}.entropy_coeff", 0.0)
-
     def _terms(self) -> dict[str, Any]:
-        coefficient = self.keys.get(f"{ACTOR}.kl_loss_coef", 0.001)
+        coefficient = self.actor("kl_loss_coef", 0.001)
         path = f"{ACTOR}.kl_loss_type"
         if self.keys.get(path, "low_var_kl") == "abs+":
             raise self.keys.wrong(path, "abs+", "has no counterpart, as abs and k2 have")
         kind = KL_LOSSES[self.keys.choice(path, "low_var_kl", KL_LOSSES)]
-        found: dict[str, Any] = {"kl_coefficient": coefficient if self._has_kl else 0.0}
-        if self._has_kl:
+        found: dict[str, Any] = {"kl_coefficient": coefficient if self.has_kl else 0.0}
+        if self.has_kl:
             found["kl_estimator"] = kind
             if kind.startswith("k3"):
                 found["kl_cap"] = 10.0
-        if self._entropy:
-            found["entropy_coefficient"] = self._entropy
+        if self.entropy:
+            found["entropy_coefficient"] = self.entropy
         return found
 
     def _reward_kl(self) -> dict[str, Any]:
-        path = "algorithm.kl_ctrl"
-        estimator = self.keys.get("algorithm.kl_penalty", "kl")
-        coefficient = self.keys.get(f"{path}.kl_coef", 0.001)
-        kind = self.keys.choice(f"{path}.type", "fixed", ("fixed", "adaptive"))
-        target = self.keys.get(f"{path}.target_kl", 0.1)
-        horizon = self.keys.get(f"{path}.horizon", 10_000)
-        if not self.keys.get("algorithm.use_kl_in_reward", False):
+        keys, path = self.keys, "algorithm.kl_ctrl"
+        estimator = keys.get("algorithm.kl_penalty", "kl")
+        coefficient = keys.get(f"{path}.kl_coef", 0.001)
+        kind = keys.choice(f"{path}.type", "fixed", ("fixed", "adaptive"))
+        target = keys.get(f"{path}.target_kl", 0.1)
+        horizon = keys.get(f"{path}.horizon", 10_000)
+        if not keys.get("algorithm.use_kl_in_reward", False):
             return {}
         if estimator not in ("kl", "k1"):
-            raise self.keys.wrong(
-                "algorithm.kl_penalty", estimator, "must be kl: the reward's is k1"
-            )
-        found: dict[str, Any] = {"reward_kl_coefficient": coefficient}
-        if kind == "adaptive":
-            found |= {"reward_kl_target": target, "reward_kl_horizon": horizon}
-            self.differs.append(
-                "reward_kl_target is of a whole response, verl's target_kl of a token"
-            )
-        return found
+            raise keys.wrong("algorithm.kl_penalty", estimator, "must be kl: the reward's is k1")
+        if kind == "fixed":
+            return {"reward_kl_coefficient": coefficient}
+        self.differs.append("reward_kl_target is of a whole response, verl's target_kl of a token")
+        return {
+            "reward_kl_coefficient": coefficient,
+            "reward_kl_target": target,
+            "reward_kl_horizon": horizon,
+        }
 
-    def _rejected(self, objective: Mapping[str, Any]) -> dict[str, Any]:
+    def _rejected(self, aggregation: Aggregation) -> dict[str, Any]:
         """What rejections do to denominators, to other terms and to advantages."""
-        aggregation = objective["aggregation"]
         found: dict[str, Any] = {}
         if aggregation == "sequence_mean_token_mean":
             found["denominator"] = "verl"
@@ -375,21 +377,18 @@ class _Step:
                     f"as verl's trainer v{int(self.v1)}; with v{int(not self.v1)} set"
                     f' denominator = "{"verl" if all_count else "response"}"'
                 )
-        if self.bypass:
-            if not (self._has_kl or self._entropy):
-                return found
-            if counts_kept(aggregation, found.get("denominator", "response")):
-                self.differs.append(
-                    "rejected tokens leave the KL and entropy terms, not so in verl"
-                )
-                return found
-            return found | {"regularise_rejected": True}
-        return found | self._rejected_advantages()
+        if not self.bypass:
+            return found | self._rejected_advantages()
+        if not (self.has_kl or self.entropy):
+            return found
+        if counts_kept(aggregation, found.get("denominator", "response")):
+            self.differs.append("rejected tokens leave the KL and entropy terms, not so in verl")
+            return found
+        return found | {"regularise_rejected": True}
 
     def _rejected_advantages(self) -> dict[str, Any]:
-        if any(option.startswith("token_") for option, _ in self.options) and (
-            self.estimator in (*_READ_THE_MASK, "remax") and self.estimator != "opo"
-        ):
+        of_tokens = any(entry["over"] == "token" for entry in self.rejections)
+        if of_tokens and self.estimator in _READ_THE_END:
             self.differs.append(
                 "a response keeps its reward, which in verl goes with a rejected end"
             )
@@ -404,25 +403,24 @@ class _Step:
 
     def _updates(self) -> dict[str, Any]:
         prompts = self.keys.get("data.train_batch_size", 1024)
-        size = self.keys.get(f"{ACTOR}.ppo_mini_batch_size", 256)
+        size = self.actor("ppo_mini_batch_size", 256)
         if size < 1 or prompts % size:
-            raise self.keys.wrong(
-                f"{ACTOR}.ppo_mini_batch_size",
-                size,
-                f"must divide data.train_batch_size, {prompts}",
-            )
-        found: dict[str, Any] = {"epochs": self.keys.get(f"{ACTOR}.ppo_epochs", 1)}
-        found |= {"prompts_per_step": prompts, "mini_batches": prompts // size}
+            rule = f"must divide data.train_batch_size, {prompts}"
+            raise self.keys.wrong(f"{ACTOR}.ppo_mini_batch_size", size, rule)
         if self.estimator == "optimal_token_baseline":
             self.differs.append(
                 "energies are weighted by pi_old / mu; in verl by the truncated weights, if any"
             )
-        return found
+        return {
+            "epochs": self.actor("ppo_epochs", 1),
+            "prompts_per_step": prompts,
+            "mini_batches": prompts // size,
+        }
 
     def _routing(self) -> dict[str, Any]:
         """Whose experts the learner uses; verl reads it of the engine."""
         for engine in ("megatron", "veomni"):
-            mode = self.keys.get(f"{ACTOR}.{engine}.router_replay.mode", "disabled")
+            mode = self.actor(f"{engine}.router_replay.mode", "disabled")
             if mode == "R3":
                 return {"routing": "replayed"}
             if mode == "R2":
@@ -433,10 +431,10 @@ class _Step:
         return {}
 
     def _sampling(self) -> dict[str, Any]:
-        path = "actor_rollout_ref.rollout"
+        path, keys = "actor_rollout_ref.rollout", self.keys
         found = {
-            "max_prompt_length": self.keys.get("data.max_prompt_length", 512),
-            "max_tokens": self.keys.get("data.max_response_length", 512),
+            "max_prompt_length": keys.get("data.max_prompt_length", 512),
+            "max_tokens": keys.get("data.max_response_length", 512),
         }
         for ours, theirs, default in (
             ("samples", f"{path}.n", 1),
@@ -444,38 +442,58 @@ class _Step:
             ("top_p", f"{path}.top_p", 1.0),
             ("top_k", f"{path}.top_k", -1),
         ):
-            if theirs in self.keys:
-                value = self.keys.get(theirs, default)
+            if theirs in keys:
+                value = keys.get(theirs, default)
                 found[ours] = max(value, 0) if ours == "top_k" else value
         if "samples" not in found:
             self.notes.append(f"{path}.n is not given: set sampling.samples")
+        if found.get("top_k", 0) or found.get("top_p", 1.0) < 1:
+            self.differs.append(
+                "the learner's log-probs are over what top-k and top-p keep, in verl over the whole"
+                " vocabulary"
+            )
         return found
+
+    def _beside(self) -> None:
+        """Names what sections that are not translated do to a step."""
+        model, turns = "actor_rollout_ref.model", "actor_rollout_ref.rollout.multi_turn.enable"
+        ranks = [self.keys.get(f"{model}.{key}", None) for key in ("lora_rank", "lora.rank")]
+        if any(ranks):
+            self.differs.append("all weights are trained, in verl adapters: set lora.rank")
+        if self.keys.get(turns, None):
+            self.differs.append(
+                "a response is one turn, in verl an episode: set sampling.max_turns"
+            )
+        if any(self.keys.get(f"{buffer}.enable", None) for buffer in _OVERLONG):
+            self.differs.append(
+                "overlong responses keep their reward, in verl they lose some: set"
+                " learner.objective.overlong_cache"
+            )
 
     def _optimizer(self, updates: int) -> dict[str, Any]:
         """The optimizer's keys, for a step of this many updates."""
         path = f"{ACTOR}.optim"
         found: dict[str, Any] = {
-            "learning_rate": self.keys.get(f"{path}.lr", 1e-6),
-            "weight_decay": self.keys.get(f"{path}.weight_decay", 0.01),
+            "learning_rate": self.actor("optim.lr", 1e-6),
+            "weight_decay": self.actor("optim.weight_decay", 0.01),
             "max_grad_norm": self._max_grad_norm(),
         }
-        betas = self.keys.get(f"{path}.betas", None) or [0.9, 0.999]
+        betas = self.actor("optim.betas", None) or [0.9, 0.999]
         if not isinstance(betas, list) or len(betas) != 2:
             raise self.keys.wrong(f"{path}.betas", betas, "must be a list of two numbers")
         found["b1"], found["b2"] = (self.keys.number(f"{path}.betas", b) for b in betas)
         for key in ("eps", "override_optimizer_config.eps", "override_optimizer_config.adam_eps"):
-            if (eps := self.keys.get(f"{path}.{key}", None)) is not None:
+            if (eps := self.actor(f"optim.{key}", None)) is not None:
                 found["eps"] = self.keys.number(f"{path}.{key}", eps)
-        warmup = self.keys.get(f"{path}.lr_warmup_steps", -1, nullable=True) or 0
+        warmup = self.actor("optim.lr_warmup_steps", -1, nullable=True) or 0
         if warmup > 0 and updates > 1:
             self.differs.append(
                 "the warm-up's learning rate rises with every update, in verl once a step"
             )
         found |= {"warmup_steps": warmup * updates} if warmup > 0 else {}
         found |= self._schedule(found["learning_rate"], updates)
-        from_one = not self.keys.get(f"{path}.zero_indexed_step", True)
-        from_one &= found.get("schedule") == "cosine"
-        if from_one:
+        from_one = not self.actor("optim.zero_indexed_step", True)
+        if from_one and found.get("schedule") == "cosine":
             self.differs.append("the cosine falls a step later than by zero_indexed_step = false")
         elif warmup > 0:
             self.differs.append(
@@ -485,13 +503,12 @@ class _Step:
 
     def _schedule(self, rate: float, updates: int) -> dict[str, Any]:
         """The learning rate after the warm-up, for a step of this many updates."""
-        path, keys = f"{ACTOR}.optim", self.keys
         names = ("warmup_style", "lr_scheduler_type", "lr_decay_style")  # the first is deprecated
-        given = [keys.get(f"{path}.{name}", None) for name in names]
+        given = [self.actor(f"optim.{name}", None) for name in names]
         name = next((name for name in given if name is not None), "constant")
-        lowest = max(keys.get(f"{path}.{key}", 0.0) for key in ("min_lr", "lr_min"))
-        share = keys.get(f"{path}.min_lr_ratio", 0.0, nullable=True) or (rate and lowest / rate)
-        total = keys.get(f"{path}.lr_decay_steps", None)
+        lowest = max(self.actor(f"optim.{key}", 0.0) for key in ("min_lr", "lr_min"))
+        share = self.actor("optim.min_lr_ratio", 0.0, nullable=True) or (rate and lowest / rate)
+        total = self.actor("optim.lr_decay_steps", None)
         if name == "constant":
             return {}
         if name not in ("cosine", "linear"):
@@ -503,7 +520,7 @@ class _Step:
             )
         found = {"schedule": name, "final_share": share}
         if total is not None:
-            total = keys.number(f"{path}.lr_decay_steps", total, whole=True)
+            total = self.keys.number(f"{ACTOR}.optim.lr_decay_steps", total, whole=True)
             return found | {"total_steps": total * updates}
         if "steps" not in self._length():
             self.notes.append(
@@ -518,14 +535,13 @@ class _Step:
         return {} if steps is None else {"steps": self.keys.number(path, steps, whole=True)}
 
     def _max_grad_norm(self) -> float:
-        deprecated, unread = f"{ACTOR}.optim.grad_clip", f"{ACTOR}.grad_clip"
-        found = self.keys.get(f"{ACTOR}.optim.clip_grad", 1.0)
-        if (given := self.keys.get(deprecated, None)) is not None:
-            found = self.keys.number(deprecated, given)
-        given = self.keys.get(unread, found, nullable=True)
-        if given not in (None, found):
+        found = self.actor("optim.clip_grad", 1.0)
+        if (given := self.actor("optim.grad_clip", None)) is not None:  # deprecated
+            found = self.keys.number(f"{ACTOR}.optim.grad_clip", given)
+        unread = self.actor("grad_clip", found, nullable=True)
+        if unread not in (None, found):
             self.notes.append(
-                f"actor.grad_clip = {given} has no effect in verl, whose engines read"
+                f"actor.grad_clip = {unread} has no effect in verl, whose engines read"
                 f" actor.optim.clip_grad: {found}"
             )
         return found
@@ -533,10 +549,9 @@ class _Step:
     def _filter(self, learner: dict[str, Any]) -> None:
         """Dynamic sampling, as DAPO's trainer in verl has it."""
         path = "algorithm.filter_groups"
-        asked = self.keys.get(f"{path}.enable", False)
         most = self.keys.get(f"{path}.max_num_gen_batches", 0)
         self.keys.get(f"{path}.metric", None)
-        if asked:
+        if self.keys.get(f"{path}.enable", False):
             learner["refills"] = most - 1 if most > 0 else 1000
             learner["objective"]["drop_uninformative"] = True
             self.differs.append(

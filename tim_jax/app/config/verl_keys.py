@@ -183,41 +183,32 @@ class Keys:
         return (*found, *(f"actor_rollout_ref.{name}" for name in inner if name != "actor"))
 
 
-REJECTIONS = tuple(
-    f"{over}_{statistic}"
-    for over, statistics in (
-        ("token", ("k1", "k2", "k3")),
-        ("seq_sum", ("k1", "k2", "k3")),
-        ("seq_mean", ("k1", "k2", "k3")),
-        ("seq_max", ("k2", "k3")),
-    )
-    for statistic in statistics
+REJECTIONS = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
 )
 
 
-def rejections(keys: Keys, path: str) -> list[tuple[str, str]]:
-    """(option, bounds) of each rejection, each option once."""
+def rejections(keys: Keys, path: str) -> list[dict[str, Any]]:
+    """The entries of `rollout_rs`, each option once, with its bounds."""
     given = keys.get(f"{path}.rollout_rs", None)
     threshold = keys.get(f"{path}.rollout_rs_threshold", None)
     if given is None:
         return []
-    options = [part.strip() for part in str(given).split(",") if part.strip()]
+    options = list(dict.fromkeys(part.strip() for part in str(given).split(",") if part.strip()))
     for option in options:
         if option not in REJECTIONS:
-            raise keys.wrong(
-                f"{path}.rollout_rs", option, f"must be one of {', '.join(REJECTIONS)}"
-            )
-    options = list(dict.fromkeys(options))
+            rule = f"must be one of {', '.join(REJECTIONS)}"
+            raise keys.wrong(f"{path}.rollout_rs", option, rule)
+    path = f"{path}.rollout_rs_threshold"
     bounds = [part.strip() for part in str(threshold).split(",")]
     if threshold is None or len(bounds) not in (1, len(options)):
-        rule = f"must be one bound for all, or {len(options)}"
-        raise keys.wrong(f"{path}.rollout_rs_threshold", threshold, rule)
-    return list(zip(options, bounds * (len(options) // len(bounds)), strict=True))
+        raise keys.wrong(path, threshold, f"must be one bound for all, or {len(options)}")
+    bounds *= len(options) // len(bounds)
+    return [_rejection(keys, path, *each) for each in zip(options, bounds, strict=True)]
 
 
-def rejection(keys: Keys, path: str, option: str, text: str) -> dict[str, Any]:
-    """The entry of an option of `rollout_rs` and its bounds, "upper" or "lower_upper"."""
-    path = f"{path}.rollout_rs_threshold"
+def _rejection(keys: Keys, path: str, option: str, text: str) -> dict[str, Any]:
     over, statistic = option.rsplit("_", 1)
     entry = {"name": "reject", "statistic": statistic, "over": over.removeprefix("seq_")}
     lower, upper = _bounds(keys, path, text)

@@ -1,26 +1,36 @@
-"""The jobs of `tim-jax eval` and `export`."""
+"""The jobs of `tim-jax eval`, `export` and `generate`, which take a model that is there."""
 
+import hashlib
+import shutil
 import sys
 import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 
+from tim_jax.api import model as opening
+from tim_jax.api import rollouts
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.jobs import checks, memory
-from tim_jax.app.jobs.assembling import SHOWN, assemble, evaluator
+from tim_jax.app.jobs import planning
+from tim_jax.app.jobs.train import SHOWN, assemble
 from tim_jax.app.run import assembly, checkpoints, folders, sources
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.display import completion_line
 from tim_jax.common.errors import InputError
-from tim_jax.common.inputs import expanded
+from tim_jax.common.inputs import all_fields, expanded
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Adapter
-from tim_jax.model.execution import Execution
-from tim_jax.numerics import Numerics
+from tim_jax.model.config import ModelConfig
+from tim_jax.model.execution import Execution, Sampling
+from tim_jax.numerics import FamilyChoice, Numerics
+from tim_jax.placement import Placement
 from tim_jax.rl import programs
+
+_MOST_TOKENS = 64  # of a response if nothing is said: a look, not a rollout
 
 
 def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, float]:
@@ -34,17 +44,14 @@ def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, fl
             update={"path": model, "preset": None, "architecture": None}
         )
         config = config.model_copy(update={"model": section, "lora": None})
-    with memory.explained(partial(memory.of_run, config)):
+    with planning.explaining_memory(partial(planning.less_memory, config)):
         return _evaluated(config, of_run=model is None)
 
 
 def _evaluated(config: RunConfig, *, of_run: bool) -> dict[str, float]:
-    checks.check_evaluation(config)
+    planning.check_evaluation(config)
     job = assemble(config, training=False)
     try:
-        evaluate = job.evaluate or evaluator(
-            config, job.execution, job.task, job.text, job.environment
-        )
         params, which = job.model.params, ""
         if of_run and checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
             restored = folders.read_params(
@@ -55,7 +62,7 @@ def _evaluated(config: RunConfig, *, of_run: bool) -> dict[str, float]:
             which = f"step {restored.step} of {config.run.folder}"
         elif of_run:
             which = f"the config's own model, as {config.run.folder} has no checkpoint"
-        metrics, samples = evaluate(job.programs.prepare(params))
+        metrics, samples = job.evaluate(job.programs.prepare(params))
         if which:
             print(f"evaluated {which}")
         for row in samples[:SHOWN]:
@@ -114,3 +121,63 @@ def _warn_of_damage(restored: Restored) -> None:
     for step, what in restored.damaged:
         line = f"checkpoint of step {step} is damaged: {what}; taking step {restored.step}"
         print(line, file=sys.stderr)
+
+
+def generate(
+    source: str,
+    prompts: Sequence[str],
+    *,
+    max_tokens: int | None,
+    shape: Mapping[str, Any],
+    samples: int,
+    seed: int,
+    chat_template: bool | Literal["auto"],
+    dtype: str,
+    family: FamilyChoice,
+    where: Placement,
+    measured: Path,
+) -> Iterator[tuple[str, str, float]]:
+    """Yields (prompt, completion, log-prob of the completion) from a model folder, hub or run.
+
+    As `api.load` and `api.sample`; what the model's config and the machine cannot have is refused
+    before the machine is measured and weights are read.
+
+    Args:
+      max_tokens: of a response; None: 64, or half of the model's positions if that is less.
+      shape: temperature, top-k and top-p, as `Sampling` has them.
+      measured: a folder that keeps what is measured of this machine, see
+        `fitting.calibrate_once`; a run's own measurement serves as well.
+    """
+    ways = {"": ("--samples", "--max-tokens", "--dtype bfloat16, or --fsdp with more devices")}
+    with planning.explaining_memory(lambda: ways):
+        model = opening.begin(source, dtype=dtype, family=family, placement=where)
+        sampling = Sampling(max_tokens or min(_MOST_TOKENS, model.most_tokens), **shape)
+        request = rollouts.request(
+            model, prompts, samples=samples, sampling=sampling, seed=seed, template=chat_template
+        )
+        planning.check_sampling(
+            model.execution(request.sampling),
+            prompts=len(request.examples),
+            samples=samples,
+            prompt_length=request.text.max_prompt_length,
+            helps="fewer --samples or --max-tokens, or --fsdp with more devices, need less",
+            offload=True,
+        )
+        file = _measurement(source, model.config, dtype, measured)
+        model = opening.complete(model, source, decode_batch=request.rows, file=file)
+        rollout = rollouts.draw(model, request)
+    for row, completion in enumerate(rollout.text):
+        yield prompts[row // samples], completion, float(rollout.log_probs[row].sum())
+
+
+def _measurement(source: str, model: ModelConfig, dtype: str, folder: Path) -> Path | None:
+    """The file that keeps a model's measurement, begun with that of its run if there is one."""
+    name = hashlib.sha256(all_fields((model, dtype)).encode()).hexdigest()[:16]
+    file, of_run = folder / f"{name}.json", Path(source) / "calibration.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if of_run.is_file() and not file.exists():
+            shutil.copyfile(of_run, file)
+    except OSError:  # nothing can be kept there
+        return None
+    return file

@@ -1,23 +1,45 @@
-"""The job behind `tim-jax plan`: which workload of which model, on which slice or GPU."""
+"""What a step takes: planned for devices that are not here, and checked for those that are.
 
+This is the job behind `tim-jax plan`, what commands refuse before they begin, and what they say if
+memory runs out all the same. XLA then says RESOURCE_EXHAUSTED of a device, and NumPy raises
+MemoryError of the machine; what was being done is known from the `waiting.during` around it.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
+import jax
+import optax
+from jax.errors import JaxRuntimeError
+
+from tim_jax import objectives, placement
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.run import assembly, sources
+from tim_jax.app.run import assembly, checkpoints, sources
 from tim_jax.app.run.sources import Model
-from tim_jax.common.errors import InputError
-from tim_jax.common.inputs import expanded, json_value
-from tim_jax.instruments.plan import planning, topology
-from tim_jax.instruments.plan.known_models import PUBLISHED
+from tim_jax.common import waiting
+from tim_jax.common.errors import InputError, OutOfMemoryError
+from tim_jax.common.inputs import expanded
+from tim_jax.instruments.plan import budget, planning, topology
 from tim_jax.instruments.plan.planning import Layers, Plan, Say
-from tim_jax.instruments.plan.topology import Generation
-from tim_jax.instruments.plan.workload import Workload
+from tim_jax.instruments.plan.workload import PUBLISHED, Workload
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.config_file import from_hf
+from tim_jax.model.execution import Execution
+from tim_jax.model.files import read_json
 from tim_jax.numerics import GPU_FAMILIES
-from tim_jax.placement import Devices
+from tim_jax.placement import Devices, host_helps
+from tim_jax.rl import drawing, loop
+from tim_jax.rl.rules import Turns
+from tim_jax.rl.training import Sampler, Training
+from tim_jax.rl.types import Learning
+
+Ways = Mapping[str, Sequence[str]]  # what was being done -> settings; "": anything else
 
 
 def plan_run(
@@ -43,7 +65,16 @@ def plan_run(
         missing, episodes have several turns, or `mean_tokens` cannot be a mean; before anything is
         compiled.
     """
-    _check_mean(mean_tokens, config)
+    limit = config.sampling.max_tokens
+    if mean_tokens is not None and config.learner.micro_batch_tokens is None:
+        raise InputError(
+            f"--mean-tokens {mean_tokens} needs learner.micro_batch_tokens: rows are padded to the"
+            " longest"
+        )
+    if mean_tokens is not None and not 1 <= mean_tokens <= limit:
+        raise InputError(
+            f"--mean-tokens {mean_tokens}: must be from 1 to sampling.max_tokens, which is {limit}"
+        )
     if config.sampling.max_turns is not None:
         raise InputError(
             f"plan: sampling.max_turns = {config.sampling.max_turns}: the programs of several turns"
@@ -53,7 +84,13 @@ def plan_run(
         )
     generation, _ = topology.check(slice_name)
     topology.check_devices(slice_name, config.placement.all_devices)
-    _check_family(config.numerics.family, generation)
+    here = GPU_FAMILIES if generation.platform == "cuda" else ("pallas_tpu",)
+    family = config.numerics.family
+    if family.startswith("pallas") and family not in here:
+        raise InputError(
+            f'plan: numerics.family = "{family}" has no kernels for {generation.text};'
+            f' there it can be "{here[0]}"'
+        )
     model = model_config(config, architecture)
     target = topology.target(slice_name)
     with target.tracing():
@@ -62,31 +99,8 @@ def plan_run(
     return planning.make(workload, target, layers=layers, searching=searching, say=say)
 
 
-def _check_mean(mean: int | None, config: RunConfig) -> None:
-    limit, tokens = config.sampling.max_tokens, config.learner.micro_batch_tokens
-    if mean is None:
-        return
-    if tokens is None:
-        raise InputError(
-            f"--mean-tokens {mean} needs learner.micro_batch_tokens: rows are padded to the longest"
-        )
-    if not 1 <= mean <= limit:
-        raise InputError(
-            f"--mean-tokens {mean}: must be from 1 to sampling.max_tokens, which is {limit}"
-        )
-
-
-def _check_family(family: str, generation: Generation) -> None:
-    here = GPU_FAMILIES if generation.platform == "cuda" else ("pallas_tpu",)
-    if family.startswith("pallas") and family not in here:
-        raise InputError(
-            f'plan: numerics.family = "{family}" has no kernels for {generation.text};'
-            f' there it can be "{here[0]}"'
-        )
-
-
 def parse_layers(text: str) -> Layers:
-    """ "all", or two numbers of layers such as "4,8".
+    """None for "all", or the two numbers of layers of a text such as "4,8".
 
     Raises:
       InputError: anything else.
@@ -113,15 +127,18 @@ def workload_of(config: RunConfig, model: ModelConfig, devices: Devices) -> Work
     return Workload(training, prompt_length=config.sampling.max_prompt_length)
 
 
-def model_config(config: RunConfig, architecture: Path | None) -> ModelConfig:
-    """The architecture alone: of a file, of the config's sizes, of a published model, or of the
-    config.json of another one.
+def model_config(config: RunConfig, architecture: Path | None = None) -> ModelConfig:
+    """The architecture alone: of a file, of the config's sizes, published, or of a config.json.
 
     Raises:
       InputError: there is none, or it is not supported.
     """
     if architecture is not None:
-        return from_hf(_read(architecture), where=str(architecture))
+        try:
+            values = read_json(architecture)
+        except InputError as error:
+            raise InputError(f"--architecture {error}") from error
+        return from_hf(values, where=str(architecture))
     random = config.model.random_architecture
     if random is not None:
         return sources.random_config(random)
@@ -138,14 +155,181 @@ def model_config(config: RunConfig, architecture: Path | None) -> ModelConfig:
         raise InputError(f"{error}; known without the hub are {names}") from error
 
 
-def _read(path: Path) -> dict:
+# Before a command begins
+
+
+def check_memory(config: RunConfig) -> None:
+    """Refuses a step that the model or the devices cannot have, before a weight is read or drawn.
+
+    Such as one that the model has too few positions for, or the devices too little memory. A model
+    that cannot be read is refused where it is read.
+    """
+    # A process knows the memory of its own devices alone, and all must refuse together.
+    placement.led(partial(_check_memory, config, evaluating=False))
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """The same for the evaluation alone, which has no optimiser and no reference policy."""
+    placement.led(partial(_check_memory, config, evaluating=True))
+
+
+def _check_memory(config: RunConfig, *, evaluating: bool) -> None:
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--architecture {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"--architecture {path}: not UTF-8 text (byte {error.start})") from error
-    values = json_value(text, f"--architecture {path}", checked=True)
-    if not isinstance(values, dict):
-        raise InputError(f"--architecture {path}: must be an object, as in a config.json")
-    return values
+        model = model_config(config)
+    except InputError:
+        return
+    step = workload_of(config, model, tuple(jax.devices()))
+    if not evaluating:
+        budget.check(step, tuple(jax.devices()))
+        return
+    prompts, batching = assembly.batch_evaluation(config, step.execution.placement)
+    check_sampling(
+        step.execution,
+        prompts=prompts,
+        samples=config.eval.samples,
+        prompt_length=step.prompt_length,
+        helps="a smaller sampler.slots, or placement.fsdp with more devices and placement.decode ="
+        ' "sharded", needs less',
+        sampler=Sampler(batching=batching),
+        turns=config.turns,
+        offload=True,
+    )
+
+
+def check_sampling(
+    execution: Execution,
+    *,
+    prompts: int,
+    samples: int,
+    prompt_length: int,
+    helps: str,
+    sampler: Sampler | None = None,
+    turns: Turns | None = None,
+    offload: bool = False,
+) -> None:
+    """Refuses more responses at a time than the devices can hold, before a weight is read.
+
+    Args:
+      helps: what would need less, in words.
+      offload: whether the float32 parameters are in the host's memory while responses are drawn.
+    """
+    learning, nothing = Learning(objectives.reinforce(), samples), optax.identity()
+    training = Training(
+        execution,
+        learning,
+        nothing,
+        prompts_per_step=prompts,
+        sampler=sampler or Sampler(),
+        turns=turns,
+        offload=offload,
+    )
+    step = Workload(training, prompt_length=prompt_length)
+    budget.check_sampling(step, tuple(jax.devices()), helps)
+
+
+# Once memory has run out
+
+# XLA says the first of memory on a device; the others are the memory inside a GPU's or a TPU's
+# core, which a kernel's tiles must fit into.
+_OF_XLA = "RESOURCE_EXHAUSTED"
+_OF_KERNEL = ("Shared memory size limit exceeded", "CompileTimeScopedVmemOom")
+_BYTES = re.compile(r"alloc\w* (?:of )?(\d+) bytes")
+_SIZE = re.compile(r"[Aa]llocate ([\d.]+ ?[KMGTP]i?B?)\b")
+_USED = re.compile(r"Used ([\d.]+[KMGTP]?) of ([\d.]+[KMGTP]?)")  # by a TPU's compiler
+
+
+@contextmanager
+def explaining_memory(ways: Callable[[], Ways]) -> Iterator[None]:
+    """A context of a job, in which memory that runs out becomes an `OutOfMemoryError`.
+
+    Args:
+      ways: called once memory has run out; gives the settings that need less, as `less_memory`.
+
+    Raises:
+      InputError: a kernel is too large for a core of the device, which none of them changes.
+    """
+    try:
+        yield
+    except (JaxRuntimeError, MemoryError) as error:
+        if isinstance(error, JaxRuntimeError) and _OF_XLA not in str(error):
+            raise
+        if any(text in str(error) for text in _OF_KERNEL):
+            raise InputError(
+                "numerics: a kernel needs more memory than a core of this"
+                f' {jax.devices()[0].device_kind} has; family "tiles" works there, slowly'
+            ) from error
+        doing, found = waiting.task_of(error), ways()
+        said = [f"while {doing}" if doing else "", _asked(str(error))]
+        what = ": ".join(filter(None, said)) or "on a device"
+        helps = ", ".join(found.get(doing or "", found[""]))
+        raise OutOfMemoryError(f"{what}; each of these needs less: {helps}") from error
+
+
+def _asked(message: str) -> str:
+    """How much was asked for, as far as the message says."""
+    if found := _BYTES.search(message):
+        return f"{int(found[1]) / 1e9:.2f} GB could not be allocated"
+    if found := _SIZE.search(message):
+        return f"{found[1]} could not be allocated"
+    if found := _USED.search(message):
+        return f"the program needs {found[1]} of the device's {found[2]}"
+    return ""
+
+
+# What was being done -> keys of a run that need less memory, the better ones first.
+_KEYS: Ways = MappingProxyType(
+    {
+        drawing.SAMPLING: (
+            *("sampler.slots", "sampler.pages", "sampling.max_episode_tokens"),
+            *("learner.offload", "sampling.max_tokens", "placement.fsdp"),
+        ),
+        loop.EVALUATING: ("sampler.slots", "sampler.pages", "eval.samples", "placement.fsdp"),
+        "": (
+            *("learner.micro_batch", "learner.micro_batch_tokens", "learner.remat"),
+            *("placement.fsdp", "sampling.max_tokens", "sampling.max_episode_tokens"),
+        ),
+    }
+)
+
+
+def less_memory(config: RunConfig) -> Ways:
+    """The settings of a run that need less memory, three for each stage, with their values now.
+
+    If the run has checkpoints, those come first with which it goes on; the others need another
+    folder, and say so.
+    """
+    values = _less(config)
+    kept = checkpoints.list_steps(Path(config.run.folder) / "checkpoints")
+    free = [f"{key}." for key in config.may_change()]
+
+    def bound(key: str) -> bool:
+        return bool(kept) and not f"{key}.".startswith(tuple(free))
+
+    def shown(key: str) -> str:
+        return f"{key} {values[key]}{' (in another run.folder)' if bound(key) else ''}"
+
+    there = {stage: [key for key in keys if key in values] for stage, keys in _KEYS.items()}
+    return {stage: tuple(map(shown, sorted(keys, key=bound)[:3])) for stage, keys in there.items()}
+
+
+def _less(config: RunConfig) -> dict[str, str]:
+    """Key -> what would be less. Episodes that wait for replies keep their keys and values."""
+    learner, sampler, sampling = config.learner, config.sampler, config.sampling
+    padded, turns = learner.micro_batch_tokens is None, sampling.max_turns is not None
+    limits = {
+        "learner.micro_batch": config.micro_batch if padded else None,
+        "learner.micro_batch_tokens": learner.micro_batch_tokens,
+        "sampler.slots": None if turns else sampler.slots or config.sequences_per_step,
+        "sampling.max_tokens": None if turns else sampling.max_tokens,
+        "sampling.max_episode_tokens": sampling.longest if turns else None,
+        "eval.samples": config.eval.samples,
+    }
+    found = {key: f"below {value}" for key, value in limits.items() if value is not None}
+    found["placement.fsdp"] = f"above {config.placement.fsdp}, with more devices"
+    if turns:
+        found["sampler.pages"] = "set" if sampler.pages is None else f"below {sampler.pages}"
+    if not learner.remat:
+        found["learner.remat"] = "= true"
+    if not (learner.offload or sampler.max_staleness) and host_helps(jax.devices()):
+        found["learner.offload"] = "= true"
+    return found

@@ -9,7 +9,7 @@ from tim_jax.app.config.run import RunConfig
 from tim_jax.common import waiting
 from tim_jax.common.inputs import expanded
 from tim_jax.common.inputs import shipped as shipped_path
-from tim_jax.instruments.study import definition, measurement, running, verdicts
+from tim_jax.instruments.study import definition, measurement, running
 from tim_jax.instruments.study import report as reporting
 from tim_jax.instruments.study.definition import GradientStudy, Study
 
@@ -32,20 +32,24 @@ def say_shipped() -> None:
 def run(path: Path, *, folder: Path | None, jobs: int) -> None:
     """Runs or resumes a study, and says what it found."""
     study = running.read(path)
-    base = toml.read_toml(_base_of(path, expanded(study.base)))
+    base = expanded(study.base)
+    beside = path.parent / base
+    if base.parts[:1] != ("configs",) or beside.exists():  # else one of the shipped `configs/...`
+        base = beside
+    base = toml.read_toml(base)
     where = Path("runs/studies") / study.name if folder is None else folder
     _say(f"{study.name}: {study.hypothesis}")
     if isinstance(study, GradientStudy):
         _measure(study, base, where, source=str(path))
     else:
-        _train(stated(study, base, where, source=str(path)), jobs)
+        one = stated(study, base, where, source=str(path))
+        _say(f"arms: {', '.join(arm.name for arm in one.arms)}; seeds {list(study.seeds)}")
+        if warning := reporting.too_few_seeds(one):
+            _say(f"note: {warning}")
+        running.run(one, jobs=jobs, say=_say)
+        for verdict in reporting.verdicts(one):
+            _say(verdict.line(study.test))
     print(f"study.json and results: {where}")
-
-
-def _base_of(study: Path, base: Path) -> Path:
-    """The file of a base: beside the study's, or one of the shipped `configs/...`."""
-    beside = study.parent / base
-    return base if base.parts[:1] == ("configs",) and not beside.exists() else beside
 
 
 def stated(study: Study, base: dict[str, Any], folder: Path, *, source: str) -> running.Stated:
@@ -56,15 +60,6 @@ def stated(study: Study, base: dict[str, Any], folder: Path, *, source: str) -> 
     """
     found = definition.arms(study, base, source=source)
     return running.state(study, found, folder, seeds=study.seeds)
-
-
-def _train(one: running.Stated, jobs: int) -> None:
-    _say(f"arms: {', '.join(arm.name for arm in one.arms)}; seeds {list(one.study.seeds)}")
-    if warning := verdicts.too_few_seeds(one):
-        _say(f"note: {warning}")
-    running.run(one, jobs=jobs, say=_say)
-    for verdict in verdicts.verdicts(one):
-        _say(verdict.line(one.study.test))
 
 
 def _measure(study: GradientStudy, base: dict[str, Any], folder: Path, *, source: str) -> None:

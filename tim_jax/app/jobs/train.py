@@ -1,45 +1,180 @@
-"""The training job: checks, opens or resumes the run, and follows its steps.
+"""The training job: assembled from its configuration, checked, opened or resumed, and followed.
 
-If there are several processes, each runs this with the same config; see `processes`.
+An evaluation assembles the same job, without what only training needs.
+
+If there are several processes, each runs this with the same config; see `placement`.
 """
 
 import itertools
 import json
 import os
+import tomllib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from tim_jax import mismatch
+from tim_jax import mismatch, placement
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import part
-from tim_jax.app.jobs import checks, memory
-from tim_jax.app.jobs.assembling import SHOWN, Job, assemble
+from tim_jax.app.jobs import planning
 from tim_jax.app.run import assembly, charts, checkpoints, folders, loggers, sources
-from tim_jax.app.run.display import Display, RewardWatch, open_display
+from tim_jax.app.run.display import Display, RewardWatch
 from tim_jax.app.run.folders import Run
-from tim_jax.app.run.numerics import write_numerics
-from tim_jax.app.run.signals import Preemption
+from tim_jax.app.run.sources import Model
 from tim_jax.common import waiting
-from tim_jax.common.errors import MismatchError, NonFiniteError, PreemptedError, writing
+from tim_jax.common.errors import (
+    InputError,
+    MismatchError,
+    NonFiniteError,
+    PreemptedError,
+    writing,
+)
+from tim_jax.common.machine import Preemption
 from tim_jax.common.types import Rollout
 from tim_jax.model import adapters
 from tim_jax.model.execution import Execution
-from tim_jax.placement import SINGLE, processes
-from tim_jax.rl import loop, warm_start
-from tim_jax.rl.drawing import Sample
+from tim_jax.model.files import write_arrays
+from tim_jax.placement import SINGLE
+from tim_jax.rl import drawing, episodes, loop, programs
+from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.loop import Step
 from tim_jax.rl.types import TrainState
 from tim_jax.tasks import builtin
-from tim_jax.tasks.episodes import Recorded
+from tim_jax.tasks.base import Environment, Task
+from tim_jax.tasks.environments import Recorded
+from tim_jax.tasks.text import unread_options
+
+_EVAL_KEY = 0
+_SOME = 64  # prompts that are looked at among those that are made one by one
+SHOWN = 4  # completions that are shown before and after
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a training job was assembled from."""
+
+    config: RunConfig
+    model: Model
+    task: Task
+    text: Text
+    execution: Execution
+    programs: programs.Programs
+    environment: Environment | None = None  # of episodes of several turns
+    evaluate: Any = None  # (weights) -> (metrics, samples), or None
+
+
+def assemble(config: RunConfig, *, measured: Path | None = None, training: bool = True) -> Job:
+    """Assembles a run, or with `training` off what its evaluation needs of it.
+
+    `measured` is the file for measurements of this machine, if there is one.
+    """
+    folder = Path(config.run.folder).absolute()  # code of a task may change the current one
+    model = sources.begin_model(config)
+    task = drawing.shared(sources.make_task(config))
+    try:
+        text = sources.make_text(config, model, run=folder).declaring(task.environment)
+        check_prompts(task, text, training=training)
+        if training and config.warmup.steps:
+            _check_warm_start(config, task, text)
+        execution = assembly.make_execution(config, model, measured=measured)
+        model = sources.with_params(model, config)
+        environment = _environment(config, execution, task, text)
+        built = programs.build(assembly.make_training(config, execution))
+        job = Job(config, model, task, text, execution, built, environment)
+        wanted = config.eval.every and len(task.evaluation)
+        return replace(job, evaluate=evaluator(job)) if wanted or not training else job
+    except BaseException:
+        task.close()
+        raise
+
+
+@waiting.during("checking the prompts")
+def check_prompts(task: Task, text: Text, *, training: bool) -> None:
+    """Refuses a prompt that is too long or cannot be encoded, before a weight is read.
+
+    All of those that are at hand, such as a dataset's, are looked at. Of those that are made one by
+    one, of which there may be billions, some from everywhere among them. Without training, held-out
+    prompts alone matter.
+    """
+    if training and not len(task.train):
+        raise InputError(f"task {task.name} has no prompts to train on")
+    parts = {"prompt": task.train} if training else {}
+    for name, examples in (parts | {"held-out prompt": task.evaluation}).items():
+        apart = 1 if isinstance(examples, tuple) else max(1, len(examples) // _SOME)
+        text.check(name, ((row, examples[row]) for row in range(0, len(examples), apart)))
+
+
+@waiting.during("checking the worked solutions")
+def _check_warm_start(config: RunConfig, task: Task, text: Text) -> None:
+    """Refuses worked solutions that no response has room for, before the machine is measured.
+
+    Some are looked at, from everywhere among those that the warm start takes.
+    """
+    warmup, quality = config.warmup, part(builtin.Quality, config.warmup)
+    total = warmup.steps * warmup.batch
+    pairs = [
+        pair
+        for start in range(0, total, max(1, total // _SOME))
+        for pair in builtin.supervised(task, quality, seed=config.seed, start=start, count=1)
+    ]
+    loop.demonstrations(pairs, text, response_size=config.sampling.longest)
+
+
+def _environment(
+    config: RunConfig, execution: Execution, task: Task, text: Text
+) -> Environment | None:
+    """The task's environment in tokens, if episodes have several turns."""
+    turns = config.sampling.max_turns
+    if task.environment is None and turns is None:
+        return None
+    if task.environment is None:
+        raise InputError(
+            f"sampling.max_turns = {turns}: the task {task.name} has no environment; name one in"
+            " task.environment, or leave max_turns out"
+        )
+    if turns is None:
+        raise InputError(
+            f"the task {task.name} has episodes of several turns; set sampling.max_turns"
+        )
+    return text.bridged(task.environment, execution.sampling.stop_tokens, config.task.history)
+
+
+def evaluator(job: Job) -> Callable[[Any], tuple[dict[str, float], list[Sample]]]:
+    """(weights) -> metrics and samples of the held-out problems, as `config.eval` asks for."""
+    config, execution, section = job.config, job.execution, job.config.eval
+    task, text, environment = job.task, job.text, job.environment  # the job has weights too
+    batch, batching = assembly.batch_evaluation(config, execution.placement)
+    sampling = replace(execution.sampling, temperature=section.temperature, top_k=0, top_p=1.0)
+    own = replace(execution, sampling=sampling)
+    how: Any = {"samples": section.samples, "batching": batching}
+    if (turns := config.turns) is not None:
+        sample = episodes.build(own, turns=turns, **how)
+    else:
+        sample = programs.sampling_program(own, **how)
+
+    def run(weights) -> tuple[dict[str, float], list[Sample]]:
+        return loop.evaluate(
+            weights,
+            task,
+            text,
+            sample=sample,
+            environment=environment,
+            key=drawing.step_key(config.seed, _EVAL_KEY),
+            prompts=section.prompts,
+            samples=section.samples,
+            batch=batch,
+            ks=section.k,
+            solved=section.solved,
+        )
+
+    return run
 
 
 def train_run(config: RunConfig) -> Path:
@@ -49,21 +184,24 @@ def train_run(config: RunConfig) -> Path:
       InputError, MismatchError, NonFiniteError, PreemptedError, OutOfMemoryError: one clear line
         each; what was written stays.
     """
-    with memory.explained(partial(memory.of_run, config)):
-        return _train_run(config)
+    with planning.explaining_memory(partial(planning.less_memory, config)):
+        _train(config)
+    return Path(config.run.folder)
 
 
-def _train_run(config: RunConfig) -> Path:
-    section = config.run
-    text = toml.dump(config)
-    processes.agree(f"jax {jax.__version__}, config {text}", "its config or version of JAX")
-    checks.check_devices(config)
-    processes.led(partial(checks.check_resumed, config))
+def _train(config: RunConfig) -> None:
+    section, text = config.run, toml.dump(config)
+    placement.agree(f"jax {jax.__version__}, config {text}", "its config or version of JAX")
+    config.placement.of_sampler(jax.devices())  # which the sampler may be unable to have apart
+    placement.check_all_used(config.placement.value)
+    placement.check_all_used(config.placement.for_sampler, "placement.sampler")
+    placement.led(partial(check_resumed, config))
+    placement.led(partial(loggers.check_installed, section.sinks))
     with folders.open_run(
         section.folder, text, may_change=folders.changeable(config), keep=section.keep
     ) as run:
-        processes.led(partial(folders.record_start, run.folder))
-        checks.check_memory(config)
+        placement.led(partial(folders.record_start, run.folder))
+        planning.check_memory(config)
         measured = run.folder / "calibration.json"
         with folders.as_it_was(measured):
             job, start = begun(assemble(config, measured=measured), run)
@@ -73,14 +211,54 @@ def _train_run(config: RunConfig) -> Path:
             # These errors end all processes. A launcher kills the others as soon as one has ended,
             # so all wait until process 0 has completed the last checkpoint.
             run.wait()
-            processes.meet()
+            placement.meet()
             raise
         finally:
             job.task.close()
-    if processes.leads():
+    if placement.leads():
         with waiting.during("drawing the chart"):
             charts.training_chart(run.folder / "metrics.jsonl", run.folder / "chart.png")
-    return Path(section.folder)
+
+
+def check_resumed(config: RunConfig) -> None:
+    """Refuses to resume a run with other kernels, even if "auto" has another meaning by now.
+
+    And one that is beyond its last step, which would end without a word on it, and one that keeps
+    older weights, which are kept as they are multiplied, in other tiles.
+    """
+    folder = Path(config.run.folder)
+    steps = checkpoints.list_steps(folder / "checkpoints")
+    if not steps:
+        return
+    before, now = _family_before(folder), assembly.family_here(config.numerics.family)
+    if before not in (now, "auto"):
+        raise InputError(
+            f"{folder} holds a run whose numerics.family was {before!r};"
+            f" {config.numerics.family!r} is {now!r} here: set numerics.family={before}, or another"
+            " run.folder"
+        )
+    if config.steps < steps[-1]:
+        raise InputError(
+            f"steps = {config.steps}: the run in {folder} is at step {steps[-1]} already; set steps"
+            f" to {steps[-1]} or more, or another run.folder"
+        )
+    if config.sampler.max_staleness or config.sampler.dial.stale_updates:
+        tiles = toml.build(tomllib.loads(folders.read_config(folder))).column_tiles
+        if tiles != config.column_tiles:
+            raise InputError(
+                f"the run in {folder} keeps older weights in numerics.column_tiles = {tiles}, and"
+                f" placement.tensor makes them {config.column_tiles}: set placement.tensor and"
+                " placement.sampler.tensor as they were"
+            )
+
+
+def _family_before(folder: Path) -> str:
+    """The family in numerics.json; runs of older versions have it in their config only."""
+    try:
+        return json.loads((folder / "numerics.json").read_text())["family"]
+    except (OSError, ValueError, KeyError, TypeError):
+        config = tomllib.loads(folders.read_config(folder))
+        return config.get("numerics", {}).get("family", "auto")
 
 
 class Start(NamedTuple):
@@ -106,7 +284,7 @@ class Start(NamedTuple):
 def begun(job: Job, run: Run) -> tuple[Job, Start]:
     """Restores or starts. The job is then without the host's parameters, which nothing needs."""
     try:
-        processes.agree(repr(job.execution), "what was measured of its machine")
+        placement.agree(repr(job.execution), "what was measured of its machine")
         base = adapters.split(job.model.params)[1]
         train = job.task.train
         mark = {
@@ -115,13 +293,14 @@ def begun(job: Job, run: Run) -> tuple[Job, Start]:
             **checkpoints.rows_mark(train),
             **checkpoints.prompts_mark(job.text, train),
         }
-        processes.agree(json.dumps(mark), "its model, its dataset, its prompts or its base weights")
-        contents, step, notes = _restored(job, run, mark)
-        if processes.leads():
+        placement.agree(json.dumps(mark), "its model, its dataset, its prompts or its base weights")
+        kept = run.restore(jax.tree.map(_shape, _first(job)), mark)
+        contents, step = (_first(job), -1) if kept is None else (kept.state, kept.step)
+        if placement.leads():
             drawing = job.programs.training.sampler.mismatch.numerics(job.execution.numerics)
-            write_numerics(run.folder / "numerics.json", job.execution, drawing)
+            assembly.write_numerics(run.folder / "numerics.json", job.execution, drawing)
         base = None if base is None else job.programs.place(base)
-        notes = [*job.task.notes, *notes, *_described(job)]
+        notes = [*job.task.notes, *_resumed(run, kept), *_described(job)]
     except BaseException:
         job.task.close()
         raise
@@ -129,30 +308,20 @@ def begun(job: Job, run: Run) -> tuple[Job, Start]:
     return replace(job, model=replace(job.model, params=None)), start
 
 
-def _restored(job: Job, run: Run, mark: dict[str, Any]) -> tuple[checkpoints.State, int, list[str]]:
-    """The contents of a checkpoint (`folders.saved`), its step, and notes.
-
-    The step is -1, and the contents are those of a new run, if there is nothing to resume.
-    """
-    checkpoint = run.restore(_shapes(job), mark)
-    if checkpoint is None:
-        return _first(job), -1, []
-    notes = [f"checkpoint of step {step} is damaged: {what}" for step, what in checkpoint.damaged]
-    notes.append(
-        f"resumed after step {checkpoint.step}{folders.describe_changes(job.config, run.changed)}"
-    )
-    return checkpoint.state, checkpoint.step, notes
+def _shape(x: Any) -> Any:
+    """That of an array, so that a state is not on the devices twice while one is read."""
+    if not isinstance(x, jax.Array):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def _shapes(job: Job) -> checkpoints.State:
-    """The shapes of `_first`, so that a state is not on the devices twice while one is read."""
-
-    def shape(x: Any) -> Any:
-        if not isinstance(x, jax.Array):
-            return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-    return jax.tree.map(shape, _first(job))
+def _resumed(run: Run, kept: checkpoints.Restored | None) -> list[str]:
+    """Lines about a checkpoint that the run goes on from, if it does."""
+    if kept is None:
+        return []
+    damaged = [f"checkpoint of step {step} is damaged: {what}" for step, what in kept.damaged]
+    changes = folders.describe_changes(run.changed)
+    return [*damaged, f"resumed after step {kept.step}{changes}"]
 
 
 @waiting.during("putting the model on the devices", about=waiting.COMPILES)
@@ -167,14 +336,17 @@ def _first(job: Job) -> checkpoints.State:
 
 
 def _described(job: Job) -> list[str]:
-    """Lines about what is trained, and the differences of the sampler from the learner."""
+    """Lines about what is ignored, what is trained, and how the sampler differs."""
     sampler = job.programs.training.sampler
     lines = mismatch.describe(sampler.mismatch, job.execution.numerics)
     lora = job.execution.lora
     adapted = [] if lora is None else [adapters.describe(job.execution.config, lora)]
     ahead = sampler.max_staleness
     early = [f"the sampler draws ahead: max_staleness {ahead}"] if ahead else []
-    return adapted + early + [f"the sampler differs: {line}" for line in lines]
+    text, options = job.text, job.config.model.template_options
+    unread = unread_options(text.tokenizer, options, chat_template=text.chat_template)
+    ignored = [f"model.template_options.{name}: no prompt depends on it" for name in unread]
+    return ignored + adapted + early + [f"the sampler differs: {line}" for line in lines]
 
 
 def follow(job: Job, run: Run, before: Start) -> None:
@@ -182,21 +354,28 @@ def follow(job: Job, run: Run, before: Start) -> None:
     config, start, contents, base = job.config, before.step, before.contents, before.base
     state = TrainState(params=contents.pop("params"), **contents.pop("rest"))
     reference, history = contents.pop("reference", None), contents.pop("history", ())
+    title, extra = f"{config.run.folder}: {job.task.name}", {"held-out": "eval/reward"}
     with ExitStack() as stack:
-        display = stack.enter_context(_display(job, start, stack))
+        file = None if placement.leads() else stack.enter_context(open(os.devnull, "w"))
+        display = stack.enter_context(
+            Display(total=config.steps, start=start, title=title, extra=extra, file=file)
+        )
         more = stack.enter_context(loggers.extra_sinks(config, run.folder, start))
         preemption = stack.enter_context(Preemption())
         for note in before.notes:
             display.note(note)
         writer = loggers.Tee((run.metrics, more))
         if start < 0:
-            state = _first_steps(job, state, base, run, writer, display)
+            if config.warmup.steps:
+                after = _warmed(job, state.params, display, preemption)
+                state = job.programs.init(after)
+            _first_evaluation(job, state, base, writer, display)
             # The next update takes the parameters' buffers, so the reference needs its own.
             reference = loop.copied(state.params) if config.objective.has_reference else None
             params = adapters.whole(state.params, base)
             history = loop.first_history(job.programs.prepare(params), job.programs, ())
             before.save(run, 0, state, reference, history)
-            _end_if(processes.any_of(preemption.asked), 0, config.steps)
+            _end_if(placement.any_of(preemption.asked), 0, config.steps)
         teaching = RewardWatch()
         kept = {"history": history, "base": base}
         if reference is not None:
@@ -205,14 +384,14 @@ def follow(job: Job, run: Run, before: Start) -> None:
             state = step.state
             _record(job, step, run, writer, display)
             teaching.add(step, display)
-            asked = processes.any_of(preemption.asked)
+            asked = placement.any_of(preemption.asked)
             if asked or _due(step.number, config.run.checkpoint_every, config.steps):
                 before.save(run, step.number, state, reference, step.history)
             _end_if(asked, step.number, config.steps)
         teaching.sum_up(display)
         # After the last checkpoint, so that a failure loses no step. A run that is resumed here and
         # has exported has nothing left to do.
-        exported = processes.led(partial(sources.final_step, run.folder))
+        exported = placement.led(partial(sources.final_step, run.folder))
         if config.run.export and exported != int(state.step):
             _export(job, state, base, run.folder, display)
 
@@ -237,9 +416,9 @@ def _steps(job: Job, run: Run, state: TrainState, **kept: Any) -> Iterator[Step]
         if error.batch is None:
             raise
         path = run.folder / "non_finite.npz"
-        if processes.leads():
+        if placement.leads():
             with writing(path):
-                np.savez(path, **error.batch)
+                write_arrays(path, error.batch)
         shown = Path(config.run.folder, path.name)
         raise NonFiniteError(f"{error}; the last one's batch is in {shown}", error.batch) from error
 
@@ -249,23 +428,10 @@ def _end_if(asked: bool, step: int, last: int) -> None:
         raise PreemptedError(f"asked to end, saved after step {step}; the same command goes on")
 
 
-def _display(job: Job, start: int, stack: ExitStack) -> Display:
-    """On standard output, of process 0 alone."""
-    config = job.config
-    file = None
-    if not processes.leads():
-        file = stack.enter_context(open(os.devnull, "w"))  # noqa: SIM115
-    title, extra = f"{config.run.folder}: {job.task.name}", {"held-out": "eval/reward"}
-    return open_display(total=config.steps, start=start, title=title, extra=extra, file=file)
-
-
-def _first_steps(
-    job: Job, state: TrainState, base: Any, run: Run, writer: loggers.Tee, display: Display
-) -> TrainState:
-    """Warm start, if asked for, and the first evaluation."""
-    config = job.config
-    if config.warmup.steps:
-        state = job.programs.init(_warmed(job, state.params, display))
+def _first_evaluation(
+    job: Job, state: TrainState, base: Any, writer: loggers.Tee, display: Display
+) -> None:
+    """The line of step 0, with the held-out scores, if they are asked for."""
     if job.evaluate is not None:
         params = adapters.whole(state.params, base)
         metrics, samples = job.evaluate(job.programs.prepare(params))
@@ -275,7 +441,6 @@ def _first_steps(
         display.completions(samples[:SHOWN], title="held-out completions before training")
     else:
         writer.write(0, {})
-    return state
 
 
 def _record(job: Job, step: Step, run: Run, writer: loggers.Tee, display: Display) -> None:
@@ -306,40 +471,53 @@ def _due(step: int, every: int, last: int) -> bool:
 def _export(job: Job, state: TrainState, base: Any, folder: Path, display: Display) -> None:
     merged = job.programs.merged
     params = state.params if merged is None else merged(adapters.whole(state.params, base))
-    params = processes.whole(params)
+    params = placement.whole(params)
     stops = job.execution.sampling.stop_tokens
     write = partial(sources.write_final, folder, params, job.model, stops, step=int(state.step))
     # All wait for it: a process that has ended would end the others after five minutes.
-    final = Path(job.config.run.folder, processes.led(lambda: write().name))
+    final = Path(job.config.run.folder, placement.led(lambda: write().name))
     display.note(f"final model, as transformers loads it: {final}")
 
 
-def _warmed(job: Job, before: Any, display: Display) -> Any:
-    """The parameters after the warm start from these."""
+def _warmed(job: Job, before: Any, display: Display, preemption: Preemption) -> Any:
+    """The parameters after the warm start from these.
+
+    Raises:
+      PreemptedError: the process was asked to end before the last step.
+    """
     warmup = job.config.warmup
     display.note(f"warm start: {warmup.steps} supervised steps on {job.task.name}")
-    started = warm_start.warm_start(
-        processes.whole(before),
+    started = loop.warm_start(
+        placement.whole(before),
         _demonstrations(job),
         execution=_warm_execution(job),
         learning_rate=warmup.learning_rate,
         steps=warmup.steps,
     )
     followed = waiting.each(started, "starting warm", total=warmup.steps)
-    after, loss = deque(followed, maxlen=1).pop()
+    after, loss = deque(_unless_asked(followed, warmup.steps, preemption), maxlen=1).pop()
     display.note(f"warm start: {loss:.3f} nats per token after {warmup.steps} steps")
     return after
 
 
+def _unless_asked(steps: Iterable[Any], last: int, preemption: Preemption) -> Iterator[Any]:
+    """Yields what the steps of a warm start give; ends them before the last if asked to."""
+    for number, item in enumerate(steps, start=1):
+        if placement.any_of(preemption.asked) and number < last:
+            raise PreemptedError(
+                f"asked to end in step {number} of {last} of the warm start, of which nothing is"
+                " kept; the same command begins it anew"
+            )
+        yield item
+
+
 def _demonstrations(job: Job) -> Iterator[Rollout]:
     """Yields batches of worked solutions, without end."""
-    config, section = job.config, job.config.warmup
-    quality = part(builtin.Quality, section)
-    for start in itertools.count(step=section.batch):
-        pairs = builtin.supervised(
-            job.task, quality, seed=config.seed, start=start, count=section.batch
-        )
-        yield warm_start.demonstrations(pairs, job.text, response_size=config.sampling.longest)
+    config, size = job.config, job.config.warmup.batch
+    quality = part(builtin.Quality, config.warmup)
+    for start in itertools.count(step=size):
+        pairs = builtin.supervised(job.task, quality, seed=config.seed, start=start, count=size)
+        yield loop.demonstrations(pairs, job.text, response_size=config.sampling.longest)
 
 
 def _warm_execution(job: Job) -> Execution:

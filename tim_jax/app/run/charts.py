@@ -1,5 +1,6 @@
 """The chart of a run, from its metrics.jsonl: reward, response length, exact share, by step."""
 
+import io
 import math
 import os
 import textwrap
@@ -16,6 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common import pages
 from tim_jax.common.errors import InputError
+from tim_jax.model.files import write_bytes
 
 _REWARD, _LENGTH, _EXACT, _UNEQUAL, _EVAL = "#1f6fb4", "#7b4fa3", "#2a8f4f", "#c0392b", "#e07b00"
 _INK, _FAINT = "#222222", "#d9d9d9"
@@ -36,10 +38,10 @@ def training_chart(metrics: str | os.PathLike[str], image: str | os.PathLike[str
     sign(figure, f"tim-jax train, run {run}")
     reward, length, exact = figure.subplots(3, 1, sharex=True, height_ratios=(4, 3, 2))
     _draw_reward(reward, records)
-    _draw_length(length, records)
+    _draw_trend(length, records, "response_length", color=_LENGTH)
+    _finish(length, "Response length", "mean tokens")
+    length.set_ylim(bottom=0)
     _draw_exact(exact, records)
-    for axes in (reward, length, exact):
-        _tidy(axes)
     figure.align_ylabels()
     exact.set_xlabel("training step")
     exact.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -47,12 +49,14 @@ def training_chart(metrics: str | os.PathLike[str], image: str | os.PathLike[str
 
 
 def _saved(figure: Figure, image: str | os.PathLike[str]) -> Path:
+    path, data = Path(image), io.BytesIO()
     try:
-        figure.savefig(image)
+        figure.savefig(data, format=path.suffix.removeprefix(".") or None)
+        write_bytes(path, data.getvalue())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"cannot write the chart {image}: {reason}") from error
-    return Path(image)
+    return path
 
 
 def _head(figure: Figure, title: str, *, size: float) -> None:
@@ -93,7 +97,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _draw_reward(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
-    _draw_trend(axes, *series(records, "reward"), color=_REWARD, label="training samples")
+    _draw_trend(axes, records, "reward", color=_REWARD, label="training samples")
     steps, values = series(records, "eval/reward")
     if len(steps):
         marked: dict[str, Any] = {"fmt": "o-", "color": _EVAL, "ms": 5, "lw": 1.4, "capsize": 3}
@@ -101,20 +105,7 @@ def _draw_reward(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
         within = 1.96 * errors if len(at) == len(steps) else None
         label = "held-out problems" + ("" if within is None else ", 95% interval over problems")
         axes.errorbar(steps, values, within, label=label, **marked)
-    axes.set_title("Reward", loc="left")
-    axes.set_ylabel("mean reward")
-    _, handles = axes.get_legend_handles_labels()
-    if handles:
-        axes.legend(frameon=False, loc="best")
-
-
-def _draw_length(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
-    _draw_trend(axes, *series(records, "response_length"), color=_LENGTH, label="")
-    axes.set_title("Response length", loc="left")
-    axes.set_ylabel("mean tokens")
-    axes.set_ylim(bottom=0)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, loc="best")
+    _finish(axes, "Reward", "mean reward")
 
 
 def _draw_exact(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
@@ -123,8 +114,8 @@ def _draw_exact(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
     axes.plot(steps, percent, color=_EXACT, lw=2.0)
     unequal = share < 1.0
     axes.plot(steps[unequal], percent[unequal], "o", color=_UNEQUAL, ms=4)
-    axes.set_title("Exact share: sampler's and learner's log-probs equal to the bit", loc="left")
-    axes.set_ylabel("of tokens")
+    title = "Exact share: sampler's and learner's log-probs equal to the bit"
+    _finish(axes, title, "of tokens")
     axes.set_ylim(-4, 104)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}%"))
     compared = int(series(records, "compared_tokens")[1].sum())
@@ -136,9 +127,10 @@ def _draw_exact(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_trend(
-    axes: Axes, steps: np.ndarray, values: np.ndarray, *, color: str, label: str
+    axes: Axes, records: Sequence[dict[str, Any]], name: str, *, color: str, label: str = ""
 ) -> None:
-    """The values, and where there are enough of them, their running mean on top."""
+    """The values of a metric, and where there are enough, their running mean on top."""
+    steps, values = series(records, name)
     if not len(steps):
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#888888")
         return
@@ -146,17 +138,20 @@ def _draw_trend(
     if window == 1:
         axes.plot(steps, values, color=color, lw=2.0, label=label or None, marker="o", ms=3)
         return
-    each = f"{label}, each step" if label else "each step"
-    axes.plot(steps, values, color=color, lw=0.9, alpha=0.3, label=each)
-    mean = f"{label}, mean of {window} steps" if label else f"mean of {window} steps"
+    of = f"{label}, " if label else ""
+    axes.plot(steps, values, color=color, lw=0.9, alpha=0.3, label=f"{of}each step")
+    mean = f"{of}mean of {window} steps"
     axes.plot(steps, smooth(values, window), color=color, lw=2.2, label=mean)
 
 
-def _tidy(axes: Axes) -> None:
+def _finish(axes: Axes, title: str, unit: str) -> None:
+    axes.set_title(title, loc="left")
+    axes.set_ylabel(unit)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, loc="best")
     _style(axes, "y")
     axes.spines[["left", "bottom"]].set_color("#999999")
     axes.tick_params(colors="#555555", labelcolor=_INK)
-    axes.title.set_color(_INK)
     axes.margins(x=0.01)
 
 

@@ -12,13 +12,14 @@ If there are several processes, each writes and reads the parts on its devices, 
 all can reach; the first of them, the owner, does everything else.
 """
 
+import errno
 import json
 import logging
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,13 +30,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from tim_jax import placement
 from tim_jax.common import inputs, waiting
 from tim_jax.common.errors import InputError
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig
+from tim_jax.model.files import write_text
 from tim_jax.model.weights import Params
-from tim_jax.placement import processes
 from tim_jax.rl.drawing import Text
 from tim_jax.tasks.base import Example
 
@@ -43,6 +45,8 @@ State = Mapping[str, Any]  # item name -> pytree of arrays
 
 _SAVING, _DELETING, _DAMAGED = ".saving-", ".deleting-", "damaged-"
 _FORMAT = 1
+# A file that is missing, or that the disk has lost. Others, such as one of another user, are whole.
+_BROKEN = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,10 @@ class Checkpoints:
     def _prepare(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".*-*"):
-                if leftover.name.startswith(_DELETING):
-                    shutil.rmtree(leftover, ignore_errors=True)
-                elif leftover.name.startswith(_SAVING):
-                    shutil.rmtree(leftover)
+            for leftover in self.folder.glob(f"{_DELETING}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            for leftover in self.folder.glob(f"{_SAVING}*"):
+                shutil.rmtree(leftover)
         except OSError as error:
             raise InputError(_cannot_write(self.folder, error.strerror or str(error))) from error
 
@@ -112,7 +115,7 @@ class Checkpoints:
         """
         self.wait()
         final, saving = self.folder / str(step), self.folder / f"{_SAVING}{step}"
-        if not processes.led(lambda: self._begin(saving, final)):
+        if not placement.led(lambda: self._begin(saving, final)):
             return
         manifest = {
             "format": _FORMAT,
@@ -148,22 +151,31 @@ class Checkpoints:
                 path.relative_to(saving).as_posix(): [path.stat().st_size, _crc(path)]
                 for path in files
             }
-            _write_synced(saving / "manifest.json", _sealed(manifest))
+            write_text(saving / "manifest.json", _sealed(manifest).decode())
+            _sync_folder(saving)
             saving.rename(final)
             _sync_folder(self.folder)
-            for old in list_steps(self.folder)[: -self._keep]:
-                doomed = self.folder / f"{_DELETING}{old}"
-                # What somebody has open or has protected is in nobody's way.
-                with suppress(OSError):
-                    (self.folder / str(old)).rename(doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
+            self._remove_old()
         except (OSError, ValueError) as error:
             self._give_up(saving, error)
 
+    def _remove_old(self) -> None:
+        for old in list_steps(self.folder)[: -self._keep]:
+            doomed = self.folder / f"{_DELETING}{old}"
+            # What somebody has open or has protected is in nobody's way.
+            with suppress(OSError):
+                (self.folder / str(old)).rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
     def _give_up(self, saving: Path, error: Exception) -> NoReturn:
+        reason = _os_reason(error)
+        if not self.folder.exists():
+            what = f"cannot write checkpoints to {self.folder}: it was moved or removed"
+            raise InputError(what) from error
+        if reason is None and not saving.exists():
+            reason = f"{saving.name} was removed"
         if self._owner:
             shutil.rmtree(saving, ignore_errors=True)
-        reason = _os_reason(error)
         if reason is None:
             raise error
         raise InputError(_cannot_write(self.folder, reason)) from error
@@ -176,14 +188,8 @@ class Checkpoints:
         `restore`.
         """
         self.wait()
-        newest = processes.led(lambda: self._newest(like))
-        if newest is None:
-            return None
-        manifest, damaged = newest
-        state = _read_state(self.folder / str(manifest["step"]) / "state", like)
-        return Restored(
-            manifest["step"], state, manifest["extra"], tuple((n, what) for n, what in damaged)
-        )
+        newest = placement.led(lambda: self._newest(like))
+        return None if newest is None else _read(self.folder, like, *newest)
 
     def _newest(self, like: State) -> tuple[dict[str, Any], list[tuple[int, str]]] | None:
         if not list_steps(self.folder):
@@ -208,7 +214,8 @@ class Checkpoints:
             self.wait()
         finally:
             self._worker.shutdown()
-            self._writer.close()
+            with suppress(OSError, ValueError):  # of a save that has failed, which has been raised
+                self._writer.close()
             logging.getLogger("absl").removeFilter(_not_reraised)
 
 
@@ -241,13 +248,11 @@ def restore(folder: str | os.PathLike[str], like: State, *, step: int | None = N
             raise InputError(f"{folder} holds no checkpoint of step {step}; it has {steps}")
         chosen = steps if step is None else [step]
         try:
-            manifest, damaged = _newest_whole(folder, like, chosen)
-            state = _read_state(folder / str(manifest["step"]) / "state", like)
+            return _read(folder, like, *_newest_whole(folder, like, chosen))
         except Exception:
             if set(chosen) <= set(list_steps(folder)):
                 raise
-            continue  # a run that goes on has removed one, because it has newer ones
-        return Restored(manifest["step"], state, manifest["extra"], tuple(damaged))
+        # A run that goes on has removed one, because it has newer ones.
 
 
 def _refuse_path(folder: Path) -> None:
@@ -299,7 +304,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         if sealed["crc32"] != zlib.crc32(_canonical(body)) or body["format"] != _FORMAT:
             raise _Damage("manifest.json was changed")
     except OSError as error:
-        raise _Damage(f"manifest.json: {error.strerror}") from error
+        raise _unread(path, "manifest.json", error) from error
     except (ValueError, KeyError, TypeError) as error:
         raise _Damage("manifest.json is cut short or not ours") from error
     return body
@@ -314,7 +319,14 @@ def _verify_files(path: Path, files: Mapping[str, tuple[int, int]]) -> None:
             if _crc(path / name) != crc:
                 raise _Damage(f"{name} was changed (checksum differs)")
         except OSError as error:
-            raise _Damage(f"{name}: {error.strerror}") from error
+            raise _unread(path, name, error) from error
+
+
+def _unread(path: Path, name: str, error: OSError) -> Exception:
+    """What is raised of a file that cannot be read: only one that is gone or broken is damage."""
+    if error.errno in _BROKEN:
+        return _Damage(f"{name}: {error.strerror}")
+    return InputError(f"cannot read checkpoint {path}: {name}: {error.strerror}")
 
 
 def _check_fit(path: Path, like: State, saved: Mapping[str, Mapping[str, str]]) -> None:
@@ -328,6 +340,15 @@ def _check_fit(path: Path, like: State, saved: Mapping[str, Mapping[str, str]]) 
                 raise InputError(
                     f"checkpoint {path} does not fit: {item}{leaf} is {there} in it, {here} here"
                 )
+
+
+def _read(
+    folder: Path, like: State, manifest: dict[str, Any], damaged: Iterable[Sequence[Any]]
+) -> Restored:
+    """A checkpoint that is whole; `damaged` are the step of each later one and what it has."""
+    state = _read_state(folder / str(manifest["step"]) / "state", like)
+    skipped = tuple((step, what) for step, what in damaged)
+    return Restored(manifest["step"], state, manifest["extra"], skipped)
 
 
 def _read_state(path: Path, like: State) -> dict[str, Any]:
@@ -386,13 +407,6 @@ def _canonical(body: Any) -> bytes:
 
 def _sealed(manifest: dict[str, Any]) -> bytes:
     return json.dumps({"crc32": zlib.crc32(_canonical(manifest)), "manifest": manifest}).encode()
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_folder(path: Path) -> None:
@@ -464,57 +478,54 @@ def check_marks(restored: Restored, marks: Marks, folder: str | os.PathLike[str]
       InputError: the base, the adapters' alpha, the model's config, the end tokens, the rows or the
         prompts are others.
     """
-    before = restored.extra
-    _check_model(restored, marks, folder)
-    if "base_crc32" in marks and before.get("base_crc32") != marks["base_crc32"]:
-        raise InputError(
-            f"{folder}: the adapters of step {restored.step} were trained on other base weights"
-            " than the model has now"
-        )
-    alpha, trained = marks.get("lora_alpha"), before.get("lora_alpha")
-    if None not in (alpha, trained) and alpha != trained:
-        raise InputError(
-            f"{folder}: the adapters of step {restored.step} were trained with alpha = {trained},"
-            f" and now it is {alpha}; restore it in the config, or in lora.path's"
-            " adapter_config.json"
-        )
-    known = "rows_crc32" in before and "rows_crc32" in marks
-    if known and marks["rows_crc32"] != before["rows_crc32"]:
-        had, has = before["rows"], marks["rows"]
-        number = f"{has} rows where it had {had}" if has != had else f"other rows among its {has}"
-        raise InputError(
-            f"{folder}: the dataset to train on has changed since step {restored.step}: it has"
-            f" {number}, and prompts would come in another order; restore it, or train in another"
-            " run.folder"
-        )
-    now, then = marks.get("prompts_crc32"), before.get("prompts_crc32")
-    if then is None and marks.get("prompts_dated"):
-        raise InputError(
-            f"{folder}: the chat template prints the date (strftime_now), and the run was begun by"
-            " a version of tim_jax that did not keep it: prompts would be others than before;"
-            " train in another run.folder"
-        )
-    if None not in (now, then) and now != then:
-        raise InputError(
-            f"{folder}: prompts have other tokens than they had at step {restored.step}: the"
-            " tokenizer, its chat template or the task has changed; restore it, or train in another"
-            " run.folder"
-        )
+    changed = next(_changed(restored.extra, marks, f"step {restored.step}"), None)
+    if changed is not None:
+        raise InputError(f"{folder}: {changed}")
 
 
-def _check_model(restored: Restored, marks: Marks, folder: str | os.PathLike[str]) -> None:
-    """As `check_marks`, of `model_mark`. What another version did not have is not compared."""
-    had, stopped = restored.extra.get("model", {}), restored.extra.get("stop_tokens")
-    stop, has = marks.get("stop_tokens"), json.loads(json.dumps(marks.get("model", {})))
-    changed = [
+def _changed(before: Marks, now: Marks, step: str) -> Iterator[str]:
+    """What is another than at a step. What another version did not have is not compared."""
+    way_out = "restore it, or train in another run.folder"
+
+    def differs(key: str) -> bool:
+        return None not in (before.get(key), now.get(key)) and before[key] != now[key]
+
+    had, has = before.get("model", {}), json.loads(json.dumps(now.get("model", {})))
+    of_model = [
         f"{name} was {had[name]!r}, now {has[name]!r}"
         for name in has
         if name in had and had[name] != has[name]
     ]
-    if None not in (stopped, stop) and stopped != stop:
-        changed.append(f"the tokens that end a response were {stopped}, now {stop}")
-    if changed:
-        raise InputError(
-            f"{folder}: the model is another than at step {restored.step}: {'; '.join(changed)};"
-            " restore it, or train in another run.folder"
+    if differs("stop_tokens"):
+        ends = f"were {before['stop_tokens']}, now {now['stop_tokens']}"
+        of_model.append(f"the tokens that end a response {ends}")
+    if of_model:
+        yield f"the model is another than at {step}: {'; '.join(of_model)}; {way_out}"
+    if "base_crc32" in now and before.get("base_crc32") != now["base_crc32"]:
+        yield f"the adapters of {step} were trained on other base weights than the model has now"
+    if differs("lora_alpha"):
+        yield (
+            f"the adapters of {step} were trained with alpha = {before['lora_alpha']}, and now it"
+            f" is {now['lora_alpha']}; restore it in the config, or in lora.path's"
+            " adapter_config.json"
+        )
+    if differs("rows_crc32"):
+        count = now["rows"]
+        others = f"{count} rows where it had {before['rows']}"
+        if count == before["rows"]:
+            others = f"other rows among its {count}"
+        yield (
+            f"the dataset to train on has changed since {step}: it has {others}, and prompts would"
+            f" come in another order; {way_out}"
+        )
+    if before.get("prompts_crc32") is None and now.get("prompts_dated"):
+        yield (
+            "the chat template prints the date (strftime_now), and the run was begun by a version"
+            " of tim_jax that did not keep it: prompts would be others than before; train in"
+            " another run.folder"
+        )
+    if differs("prompts_crc32"):
+        yield (
+            f"prompts have other tokens than they had at {step}: the tokenizer, its chat template"
+            f" or the task has changed; {way_out}"
         )

@@ -2,7 +2,7 @@
 
 The display draws what it is given, and measures nothing but the time.
 
-    with open_display(total=80, title="quickstart") as display:
+    with Display(total=80, title="quickstart") as display:
         for state, metrics in train(...):
             display.update(step, metrics)
 """
@@ -35,26 +35,29 @@ _RECENT = 20  # steps that the time left is estimated from
 
 
 class Display:
-    """Follows one run. Made by `open_display`; a context manager.
+    """Follows one run, live if it is shown in a terminal. A context manager.
 
     Args:
         total: the step at which the run ends.
         start: the step it begins after; above 0 for a resumed run.
         extra: label -> metric name, shown after the usual ones.
+        file: where to; None: standard output. `console`: the same, as one of `rich`.
         clock: seconds, from any origin.
     """
 
     def __init__(
         self,
-        console: Console,
         *,
         total: int,
         start: int = 0,
         title: str = "",
         extra: Mapping[str, str] | None = None,
+        file: TextIO | None = None,
+        console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._console, self._title, self._clock = console, title, clock
+        self._console = console or Console(file=file or sys.stdout, highlight=False)
+        self._title, self._clock = title, clock
         self._extra = dict(extra or {})
         self._trends = {  # label -> the metric whose history is drawn
             "reward": "reward",
@@ -69,8 +72,8 @@ class Display:
         self._compared = self._unequal = 0
         self._completions: list[tuple[str, tuple[Sample, ...]]] = []  # the first, the newest
         self._live: Live | None = None
-        if console.is_terminal and not console.is_dumb_terminal:
-            self._live = Live(console=console, auto_refresh=False, transient=False)
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
 
     def __enter__(self) -> "Display":
         if self._live:
@@ -102,13 +105,13 @@ class Display:
 
         There the first ones stay, so that those before training stand above the newest.
         """
-        newest = (title, tuple(rows))
-        self._completions = [*self._completions[:1], newest]
+        shown = tuple(rows)
+        self._completions = [*self._completions[:1], (title, shown)]
         if self._live:
             self._draw(self._live)
         else:
             self._print(f"{title}:")
-            for row in newest[1]:
+            for row in shown:
                 self._print("  " + completion_line(row, width=160))
 
     def note(self, text: str) -> None:
@@ -170,23 +173,6 @@ class Display:
         return Text(text), Text(newest, style="cyan")
 
 
-def open_display(
-    *,
-    total: int,
-    start: int = 0,
-    title: str = "",
-    extra: Mapping[str, str] | None = None,
-    file: TextIO | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> Display:
-    """Returns a display on `file` (default: standard output); live if that is a terminal.
-
-    Other arguments: see `Display`.
-    """
-    console = Console(file=file or sys.stdout, highlight=False)
-    return Display(console, total=total, start=start, title=title, extra=extra, clock=clock)
-
-
 def step_fields(
     values: Mapping[str, float], *, extra: Mapping[str, str] | None = None
 ) -> list[tuple[str, str]]:
@@ -229,12 +215,8 @@ def exact_text(values: Mapping[str, float]) -> str:
 def step_line(fields: Sequence[tuple[str, str]], *, step: int, total: int) -> str:
     """Returns `step  12/80  reward 0.412  length 23.1  exact 100% (12,288 tokens)  ...`."""
     width = len(str(total))
-    parts = [f"step {step:>{width}}/{total}"]
-    for label, text in fields:
-        shown = text if label in ("", "speed") else f"{label} {text}"
-        if shown:
-            parts.append(shown)
-    return "  ".join(parts)
+    shown = (text if label in ("", "speed") else f"{label} {text}" for label, text in fields)
+    return "  ".join([f"step {step:>{width}}/{total}", *filter(None, shown)])
 
 
 def time_left(times: Sequence[tuple[int, float]], total: int) -> str:
@@ -295,8 +277,10 @@ def completion_line(row: Sample, *, width: int) -> str:
     prompt, response = printable(row.prompt), printable(row.completion)
     head = f"{row.reward:5.2f}  "
     room = max(width - len(head) - 3, 20)
-    prompt = _cut(prompt, max(room // 2, room - len(response)))
-    response = _cut_front(response, room - len(prompt))
+    left = max(room // 2, room - len(response))
+    prompt = prompt if len(prompt) <= left else prompt[: left - 1] + "…"
+    right = room - len(prompt)
+    response = response if len(response) <= right else "…" + response[len(response) - right + 1 :]
     return f"{head}{prompt} → {response}"
 
 
@@ -304,14 +288,6 @@ def _completion_text(row: Sample, *, width: int) -> Text:
     line = completion_line(row, width=width)
     style = "green" if row.reward > 0 else "default"
     return Text(line, style=style, no_wrap=True, overflow="ellipsis")
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _cut_front(text: str, width: int) -> str:
-    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
 def _count(values: Mapping[str, float], name: str) -> int:
@@ -341,7 +317,8 @@ class RewardWatch:
             self.failed = True
             display.note(
                 f"step {step.number}: the environment failed in all {len(step.samples)} episodes;"
-                " failures.jsonl says why"
+                " failures.jsonl says why; a resumed run repeats what stands there, so once the"
+                " environment is mended, delete that file and resume"
             )
         if step.metrics["without_signal"]:
             self.without += 1

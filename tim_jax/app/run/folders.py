@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import tomli_w
 
+from tim_jax import placement
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.run import checkpoints
@@ -41,9 +42,8 @@ from tim_jax.common.inputs import leaves, shown
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.files import read_json, write_json, write_text
+from tim_jax.model.files import read_json, write_bytes, write_json, write_text
 from tim_jax.model.weights import Params
-from tim_jax.placement import processes
 from tim_jax.rl.types import TrainState
 
 STARTED = "started.json"
@@ -246,7 +246,7 @@ def open_run(
         opened.append(_locked(folder, config, tuple(may_change), keep=keep))
         return opened[0].resumed
 
-    resumed = processes.led(lock_and_open)
+    resumed = placement.led(lock_and_open)
     return opened[0] if opened else Run(folder, lock=None, keep=keep, resumed=resumed)
 
 
@@ -266,11 +266,11 @@ def _check_shared(folder: Path) -> None:
             raise InputError(f"cannot use the run folder {folder}: {error.strerror}") from error
         return [token.name, str(folder.absolute())]
 
-    name, of_leader = processes.led(left)
+    name, of_leader = placement.led(left)
     try:
-        seen = processes.texts("" if _appears(folder / name) else str(folder.absolute()))
+        seen = placement.texts("" if _appears(folder / name) else str(folder.absolute()))
     finally:
-        if processes.leads():
+        if placement.leads():
             (folder / name).unlink(missing_ok=True)
     blind = next((number for number, where in enumerate(seen) if where), None)
     if blind is not None:
@@ -316,21 +316,17 @@ def as_it_was(path: Path) -> Iterator[None]:
 
     Such as what is measured of the machine before a checkpoint is read, which may refuse the run.
     """
-    before = _contents(path)
+    before = None
+    with suppress(OSError):
+        before = path.read_bytes()
     try:
         yield
     except BaseException:
-        if before is not None and processes.leads() and _contents(path) != before:
-            with suppress(OSError):  # the exception says more
-                path.write_bytes(before)
+        with suppress(OSError):  # the exception says more
+            now = path.read_bytes() if path.exists() else None
+            if before is not None and placement.leads() and now != before:
+                write_bytes(path, before)
         raise
-
-
-def _contents(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return None
 
 
 def read_config(folder: str | os.PathLike[str], *, say: bool = False) -> str:
@@ -374,7 +370,7 @@ def read_checkpoint(
     Otherwise as `checkpoints.restore`.
     """
     restored = checkpoints.restore(Path(folder) / "checkpoints", like, step=step)
-    return Restored(restored.step, restored.state, restored.extra["extra"], restored.damaged)
+    return replace(restored, extra=restored.extra["extra"])
 
 
 def read_params(
@@ -412,10 +408,12 @@ def saved(state: TrainState, reference: Any, history: Sequence[Any] = ()) -> Sta
     rest |= {"step": state.step, "skipped": state.skipped}
     if state.reward_kl is not None:
         rest |= {"reward_kl": state.reward_kl}
-    items: State = {"params": state.params, "rest": rest}
+    items: dict[str, Any] = {"params": state.params, "rest": rest}
     if reference is not None:
-        items = {**items, "reference": reference}
-    return {**items, "history": list(history)} if history else items
+        items["reference"] = reference
+    if history:
+        items["history"] = list(history)
+    return items
 
 
 @dataclass(frozen=True)
@@ -427,15 +425,20 @@ class Difference:
     now: Any
 
     def __str__(self) -> str:
-        shown = [
+        before, now = (
             "not set" if value is None else json.dumps(value, default=str)
             for value in (self.before, self.now)
-        ]
-        return f"{self.key} was {shown[0]}, now {shown[1]}"
+        )
+        return f"{self.key} was {before}, now {now}"
 
 
 def config_differences(before: str, now: str) -> list[Difference]:
-    """Returns the dotted keys whose values differ between two TOML texts, in the order of names."""
+    """Returns the dotted keys whose values differ between two TOML texts, in the order of names.
+
+    Of runs' configs, a key that is left out has its default: an older version may not have had it.
+    """
+    with suppress(InputError):  # the texts as they stand say more of what is wrong
+        before, now = (toml.dump(toml.build(tomllib.loads(text))) for text in (before, now))
     old, new = (dict(leaves(tomllib.loads(text))) for text in (before, now))
     # repr tells 1 from 1.0 and from true, which == does not.
     return [
@@ -452,34 +455,13 @@ def changeable(config: RunConfig) -> tuple[str, ...]:
     corrected in place.
     """
     if checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
-        return (*config.may_change(), *_new_keys(config))
+        return config.may_change()
     return tuple(RunConfig.model_fields)
 
 
-def _new_keys(config: RunConfig) -> tuple[str, ...]:
-    """Keys that the run's config does not have, because an older version of the library wrote it.
-
-    They may be set now, if to their default, which that run has used all along.
-    """
-    before = read_config(config.run.folder)
-    try:
-        filled = toml.dump(toml.build(tomllib.loads(before)))
-    except InputError:
-        return ()  # the comparison with the new config gives the better error
-    changed = {one.key for one in config_differences(filled, toml.dump(config))}
-    new = {one.key for one in config_differences(before, filled) if one.before is None}
-    return tuple(sorted(new - changed))
-
-
-def describe_changes(config: RunConfig, changed: Sequence[Difference]) -> str:
-    """Says what was changed in a resumed run, as the rest of a line; "" if nothing was.
-
-    The default of a key that a later version has brought is no change.
-    """
-    own = config_differences(toml.dump(RunConfig()), toml.dump(config))
-    keys = {one.key for one in own}
-    said = [str(one) for one in changed if one.before is not None or one.key in keys]
-    return f" with other settings: {'; '.join(said)}" if said else ""
+def describe_changes(changed: Sequence[Difference]) -> str:
+    """Says what was changed in a resumed run, as the rest of a line; "" if nothing was."""
+    return f" with other settings: {'; '.join(map(str, changed))}" if changed else ""
 
 
 def _refuse_links(folder: Path) -> None:
@@ -517,18 +499,25 @@ def _refuse_lost_checkpoints(folder: Path) -> None:
         )
 
 
-def _claim(
-    folder: Path, config: str, may_change: tuple[str, ...]
-) -> tuple[bool, list["Difference"]]:
+def _claim(folder: Path, config: str, may_change: tuple[str, ...]) -> tuple[bool, list[Difference]]:
     """Compares config.toml, and writes it if there is no checkpoint that `Run.restore` may refuse.
 
     Returns whether the folder had this run, and what changed.
     """
-    path = folder / "config.toml"
-    exists, changed = path.exists(), []
+    exists, changed = (folder / "config.toml").exists(), []
+    names = sorted(path.name for path in folder.iterdir())
+    # A study says when it began before it has a run.
+    strangers = [name for name in names if not name.startswith(".") and name != STARTED]
     if exists:
-        changed = _allowed(folder, read_config(folder, say=True), config, may_change)
-    elif strangers := sorted(p.name for p in folder.iterdir() if not _allowed_before(p.name)):
+        changed = config_differences(read_config(folder, say=True), config)
+        free = tuple(f"{key}." for key in may_change)
+        refused = [str(one) for one in changed if not f"{one.key}.".startswith(free)]
+        if refused:
+            raise InputError(
+                f"{folder} holds a run with another config: {'; '.join(refused)};"
+                " use the old values or another run.folder"
+            )
+    elif strangers:
         raise InputError(
             f"{folder} is not empty and holds no run (no config.toml, but {strangers[0]});"
             " set another run.folder"
@@ -542,29 +531,6 @@ def _write_config(folder: Path, config: str) -> None:
     path = folder / "config.toml"
     with writing(path):
         write_text(path, config)
-
-
-def _allowed_before(name: str) -> bool:
-    """Whether a folder may have such a file before it has a run; a study says when it began."""
-    return name.startswith(".") or name == STARTED
-
-
-def _allowed(
-    folder: Path, before: str, now: str, may_change: tuple[str, ...]
-) -> list["Difference"]:
-    """The differences of two configs; raises InputError if one of them may not be."""
-    differences = config_differences(before, now)
-    refused = [
-        str(difference)
-        for difference in differences
-        if not any(f"{difference.key}.".startswith(f"{free}.") for free in may_change)
-    ]
-    if refused:
-        raise InputError(
-            f"{folder} holds a run with another config: {'; '.join(refused)};"
-            " use the old values or another run.folder"
-        )
-    return differences
 
 
 class _Lock:

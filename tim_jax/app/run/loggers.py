@@ -8,11 +8,13 @@ import json
 import math
 import os
 import stat
+import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -20,27 +22,25 @@ from typing import Any, Literal, Protocol
 import jax
 import numpy as np
 
+from tim_jax import placement
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import WandbMode
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, PreemptedError, writing
 from tim_jax.common.inputs import leaves
-from tim_jax.placement import processes
 
 Values = Mapping[str, Any]
 Outcome = Literal["finished", "failed", "killed"]
 
 
 class Sink(Protocol):
-    """The interface: anything with these two methods is a sink."""
+    """Anything with these two methods."""
 
     def write(self, step: int, values: Values) -> None:
         """Takes the numbers of one step."""
-        ...
 
     def close(self, outcome: Outcome = "finished") -> None:
         """Takes no more, lets go of what it writes to, and records the outcome if it can."""
-        ...
 
 
 def check_offset(path: Path, offset: int) -> None:
@@ -86,15 +86,12 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike[str], *, offset: int | None = None):
         self.path = Path(path)
         self.last_step = -1
+        if offset is not None:
+            check_offset(self.path, offset)
         with writing(self.path):
             self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
-        if offset is not None:
-            try:
-                check_offset(self.path, offset)
-            except InputError:
-                self._file.close()
-                raise
-            self._file.truncate(offset)
+            if offset is not None:
+                self._file.truncate(offset)
 
     def write(self, step: int, values: Values) -> None:
         if "step" in values:
@@ -174,11 +171,6 @@ def scalars(values: Values) -> dict[str, float]:
     return numbers
 
 
-def _scalars_without_at(values: Values) -> dict[str, float]:
-    """The numbers, for what takes no @ in a name."""
-    return {name.replace("@", "_at_"): value for name, value in scalars(values).items()}
-
-
 class TensorBoard:
     """Scalars as TensorBoard events under `folder`, without strings and arrays.
 
@@ -213,8 +205,8 @@ class TensorBoard:
 
     def write(self, step: int, values: Values) -> None:
         with writing(self._events):
-            for name, value in _scalars_without_at(values).items():
-                self._add(step, summary=self._scalar(name, value))
+            for name, value in scalars(values).items():
+                self._add(step, summary=self._scalar(_without_at(name), value))
             self._file.flush()
 
     def close(self, outcome: Outcome = "finished") -> None:
@@ -285,7 +277,7 @@ class Wandb:
             self._run = wandb.init(
                 project=project,
                 name=name,
-                id=_wandb_id(Path(folder)),
+                id=_wandb_id(Path(folder) / "wandb_id"),
                 resume="allow",
                 mode=mode,
                 dir=os.fspath(folder),
@@ -355,8 +347,7 @@ class MLflow:
         path = Path(folder) / "mlflow_id"
         with self._told():
             self._client = MlflowClient(uri or None)
-            # Empty if the disk was full.
-            if path.exists() and (stored := path.read_text().strip()):
+            if stored := _stored(path):
                 self._run = stored
                 self._client.update_run(self._run, status="RUNNING")
                 return
@@ -369,9 +360,8 @@ class MLflow:
             path.write_text(self._run + "\n")
 
     def write(self, step: int, values: Values) -> None:
-        now = int(1000 * time.time())
-        numbers = _scalars_without_at(values).items()
-        points = [self._metric(name, value, now, step) for name, value in numbers]
+        now, numbers = int(1000 * time.time()), scalars(values).items()
+        points = [self._metric(_without_at(name), value, now, step) for name, value in numbers]
         with self._told():
             for start in range(0, len(points), 1000):
                 self._client.log_batch(self._run, metrics=points[start : start + 1000])
@@ -402,32 +392,37 @@ class Tee:
             sink.write(step, values)
 
     def close(self, outcome: Outcome = "finished") -> None:
-        for sink in self.sinks:
-            sink.close(outcome)
+        with ExitStack() as stack:  # which closes the others if one raises
+            for sink in reversed(self.sinks):
+                stack.callback(sink.close, outcome)
 
     def __enter__(self) -> "Tee":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.close(_outcome(error))
+        killed = isinstance(error, KeyboardInterrupt | PreemptedError)
+        failed = "killed" if killed else "failed"
+        self.close("finished" if error is None else failed)
 
 
-def _outcome(error: BaseException | None) -> Outcome:
-    if error is None:
-        return "finished"
-    return "killed" if isinstance(error, KeyboardInterrupt | PreemptedError) else "failed"
+def _stored(path: Path) -> str:
+    """The id in a file; "" if there is none, or the disk was full."""
+    return path.read_text().strip() if path.exists() else ""
 
 
-def _wandb_id(folder: Path) -> str:
-    path = folder / "wandb_id"
+def _wandb_id(path: Path) -> str:
     try:
-        if path.exists() and (stored := path.read_text().strip()):
-            return stored
-        new = uuid.uuid4().hex[:12]
-        path.write_text(new + "\n")
+        if not (found := _stored(path)):
+            found = uuid.uuid4().hex[:12]
+            path.write_text(found + "\n")
     except OSError as error:
         raise InputError(f"cannot use {path}: {error.strerror}") from error
-    return new
+    return found
+
+
+def _without_at(name: str) -> str:
+    """The name of a metric, for what takes no @ in one."""
+    return name.replace("@", "_at_")
 
 
 def _missing(sink: str, package: str) -> str:
@@ -435,6 +430,14 @@ def _missing(sink: str, package: str) -> str:
         f"run.sinks names {sink!r}, but the package {package} is not installed;"
         f" pip install 'tim-jax[{sink}]'"
     )
+
+
+def check_installed(sinks: Iterable[str]) -> None:
+    """Refuses a name in `run.sinks` whose package is not there, before the run has any work."""
+    for sink in sinks:
+        package = "tensorboardX" if sink == "tensorboard" else sink
+        if package not in sys.modules and find_spec(package) is None:
+            raise InputError(_missing(sink, package))
 
 
 def extra_sinks(config: RunConfig, folder: Path, start: int) -> Tee:
@@ -446,16 +449,20 @@ def extra_sinks(config: RunConfig, folder: Path, start: int) -> Tee:
     """
     section = config.run
     extra: list[Sink] = []
-    if not processes.leads():
+    if not placement.leads():
         return Tee(())
-    if "tensorboard" in section.sinks:
-        extra.append(TensorBoard(folder / "tensorboard", resume_step=start))
     project, values = section.wandb_project, config.model_dump()
     named: dict[str, Any] = {"project": project, "name": folder.name, "config": values}
-    if "wandb" in section.sinks:
-        with waiting.during("starting Weights & Biases"):
-            extra.append(Wandb(folder, mode=section.wandb_mode, **named))
-    if "mlflow" in section.sinks:
-        with waiting.during("starting MLflow"):
-            extra.append(MLflow(folder, uri=section.mlflow_uri, **named))
+    try:
+        if "tensorboard" in section.sinks:
+            extra.append(TensorBoard(folder / "tensorboard", resume_step=start))
+        if "wandb" in section.sinks:
+            with waiting.during("starting Weights & Biases"):
+                extra.append(Wandb(folder, mode=section.wandb_mode, **named))
+        if "mlflow" in section.sinks:
+            with waiting.during("starting MLflow"):
+                extra.append(MLflow(folder, uri=section.mlflow_uri, **named))
+    except BaseException:
+        Tee(tuple(extra)).close("failed")
+        raise
     return Tee(tuple(extra))

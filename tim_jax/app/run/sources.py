@@ -1,14 +1,17 @@
-"""The model of a run: initialised at random, read from a folder or the hub, written at its end."""
+"""The model of a run, read or initialised and written at its end; its task, grader and prompts."""
 
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tim_jax import placement
 from tim_jax.app.config.run import Architecture, LoraSection, RunConfig
-from tim_jax.app.config.sections import part
+from tim_jax.app.config.sections import BuiltinTask, CustomTask, DatasetTask, GymTask, part
 from tim_jax.app.run import checkpoints, folders
 from tim_jax.common.errors import InputError, writing
 from tim_jax.common.inputs import expanded
@@ -18,7 +21,12 @@ from tim_jax.model.config import ModelConfig, check_stop_tokens
 from tim_jax.model.files import load_tokenizer, read_json, write_json
 from tim_jax.model.parameters import init_params
 from tim_jax.model.weights import Params
-from tim_jax.tasks import builtin
+from tim_jax.rl.drawing import Text
+from tim_jax.tasks import builtin, custom
+from tim_jax.tasks.base import Grader, Task, in_turns
+from tim_jax.tasks.dataset import DatasetSource, MathGrader, dataset_task, gym_task, state_text
+from tim_jax.tasks.environments import Guarded
+from tim_jax.tasks.guard import Limits
 from tim_jax.tasks.text import character_tokenizer
 
 
@@ -59,15 +67,11 @@ def open_model(source: str) -> Model:
     return Model(config, None, tokenizer, tuple(sorted(stops)), generation=generation)
 
 
-def random_model(architecture: Architecture, *, seed: int) -> Model:
-    """A Qwen3 with random weights and the built-in tasks' character tokenizer."""
-    model = _unmade_model(architecture)
-    return replace(model, params=init_params(model.config, seed))
-
-
-def _unmade_model(architecture: Architecture) -> Model:
-    tokenizer: Any = character_tokenizer(builtin.ALPHABET)
-    return Model(random_config(architecture), None, tokenizer, (tokenizer.eos_token_id,))
+def random_model(architecture: Architecture, *, seed: int | None) -> Model:
+    """A Qwen3 with random weights, without a seed before it has any, and a character tokenizer."""
+    config = random_config(architecture)
+    params = None if seed is None else init_params(config, seed)
+    return Model(config, params, character_tokenizer(builtin.ALPHABET), config.eos_token_ids)
 
 
 def random_config(architecture: Architecture) -> ModelConfig:
@@ -93,7 +97,7 @@ def begin_model(config: RunConfig) -> Model:
     """The same without its weights."""
     architecture = config.model.random_architecture
     if architecture is not None:
-        model = _unmade_model(architecture)
+        model = random_model(architecture, seed=None)
     else:
         assert config.model.path is not None  # the section has exactly one source
         model = open_model(config.model.path)
@@ -131,6 +135,75 @@ def make_lora(section: LoraSection | None, model: ModelConfig) -> Lora | None:
     lora = part(Lora, section) if section.path is None else adapters.load_config(section.path)
     adapters.targets(model, lora)
     return lora
+
+
+def make_task(config: RunConfig) -> Task:
+    """Returns the task of a config, with the user's own environment or reward if it names one."""
+    section = config.task
+    if section.environment is None:
+        return _graded(config, section)
+    environment = Guarded(
+        section.environment,
+        seconds=section.environment_time_limit,
+        workers=section.environment_workers,
+        memory=section.environment_memory,
+    )
+    try:
+        return replace(_graded(config, section), environment=environment)
+    except BaseException:
+        environment.close()
+        raise
+
+
+def _graded(config: RunConfig, section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Task:
+    if section.kind == "dataset":
+        source = part(DatasetSource, section)
+        if section.environment is not None:
+            return dataset_task(source, in_turns, state_text)
+        return dataset_task(source, _reward(section) or MathGrader(Limits(section.time_limit)))
+    if section.kind == "builtin":
+        task = builtin.builtin_task(section.name, {"seed": config.seed, **section.parameters})
+    elif section.kind == "gym":
+        task = gym_task(
+            section.name,
+            section.parameters,
+            seed=section.seed,
+            train_size=section.train_size,
+            eval_size=section.eval_size,
+            limits=Limits(seconds=section.time_limit),
+        )
+    elif section.reward_in_process:
+        task = custom.make_task(section.factory, section.parameters)
+    else:
+        limit = section.reward_time_limit
+        task = custom.isolated_task(section.factory, section.parameters, seconds=limit)
+    grade = _reward(section)
+    return replace(task, grade=grade) if grade else task
+
+
+def _reward(section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Grader | None:
+    if section.reward is None:
+        return None
+    if section.reward_in_process:
+        return custom.load_reward(section.reward)
+    return custom.IsolatedReward(section.reward, seconds=section.reward_time_limit)
+
+
+def make_text(config: RunConfig, model: Model, *, run: Path | None = None) -> Text:
+    """Returns how prompts become tokens: tokenizer, chat template, its clock and longest prompt.
+
+    `run`: the folder that says when the run began; None: that of the config.
+    """
+    folder = Path(config.run.folder) if run is None else run
+    began = placement.led(partial(folders.read_start, folder))
+    template = {"on": True, "off": False, "auto": "auto"}[config.model.chat_template]
+    return Text(
+        tokenizer=model.tokenizer,
+        max_prompt_length=config.sampling.max_prompt_length,
+        chat_template=template,
+        template_options=tuple(config.model.template_options.items()),
+        now=datetime.now() if began is None else datetime.fromisoformat(began),
+    )
 
 
 def write(

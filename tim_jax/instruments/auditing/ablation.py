@@ -6,7 +6,6 @@ learner's own execution: every difference of it is exactly 0. The results are al
 Markdown tables here.
 """
 
-import itertools
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,12 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from tim_jax import metrics, mismatch
 from tim_jax.common import pages
 from tim_jax.common.types import Prompts, Rollout, make_key
-from tim_jax.instruments.auditing.cases import Score
-from tim_jax.instruments.auditing.running import learner_log_probs
+from tim_jax.instruments.auditing import Score, learner_log_probs
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights
@@ -167,7 +166,7 @@ def _result(arm: Arm, rollout: Rollout, compared: Any, execution: Execution) -> 
     alone = len(entries) == 1
     groups = [g for g, kinds in mismatch.GROUPS.items() if alone and isinstance(entries[0], kinds)]
     changed = mismatch.difference(execution.numerics, arm.mismatch.numerics(execution.numerics))
-    profiles = {name: _bins(profile) for name, profile in compared["profiles"].items()}
+    profiles = {name: _bins(*profile) for name, profile in compared["profiles"].items()}
     profiles["by_length"] = _by_length(compared["difference"], rollout)
     reporting = compared.get("reporting")
     return ArmResult(
@@ -181,7 +180,8 @@ def _result(arm: Arm, rollout: Rollout, compared: Any, execution: Execution) -> 
     )
 
 
-def _bins(profile: metrics.Profile) -> tuple[Bin, ...]:
+def _bins(*profile: ArrayLike) -> tuple[Bin, ...]:
+    """Of a `metrics.Profile`."""
     edges, counts, means = (np.asarray(x, np.float64).tolist() for x in profile)
     return tuple(
         Bin(low, high, int(count), mean)
@@ -192,15 +192,11 @@ def _bins(profile: metrics.Profile) -> tuple[Bin, ...]:
 def _by_length(difference: np.ndarray, rollout: Rollout) -> tuple[Bin, ...]:
     """Tokens by the length of their response, in bins of equal width."""
     mask, longest = np.asarray(rollout.mask), rollout.responses.shape[1]
-    lengths = np.broadcast_to(np.asarray(rollout.lengths)[:, None], mask.shape)
+    lengths = np.broadcast_to(np.asarray(rollout.lengths)[:, None], mask.shape)[mask]
     edges = np.linspace(1, longest + 1, min(_LENGTH_BINS, longest) + 1)
-
-    def of(low: float, high: float) -> Bin:
-        inside = mask & (lengths >= low) & (lengths < high)
-        mean = float(np.mean(difference, where=inside)) if inside.any() else 0.0
-        return Bin(low, high, int(inside.sum()), mean)
-
-    return tuple(itertools.starmap(of, itertools.pairwise(edges.tolist())))
+    counts, _ = np.histogram(lengths, edges)
+    sums, _ = np.histogram(lengths, edges, weights=np.asarray(difference)[mask])
+    return _bins(edges, counts, sums / np.maximum(counts, 1))
 
 
 def to_record(

@@ -18,7 +18,7 @@ from tim_jax.model.rope import RopeConfig
 from tim_jax.model.weights import Kind, Params, tree
 from tim_jax.numerics import Numerics
 from tim_jax.placement import SINGLE, Placement
-from tim_jax.tasks.episodes import Outcome, Turn
+from tim_jax.tasks.base import Outcome, Turn
 
 _STOPS = 24  # one token in this many of the vocabulary ends a response
 

@@ -7,7 +7,7 @@ option that cannot be applied here is refused by its name, unless its value chan
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,11 @@ from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import shown
 from tim_jax.common.types import Rollout
 from tim_jax.model.execution import Sampling
-from tim_jax.policy import layout
+from tim_jax.policy import scoring
 
 _LARGEST = float(np.finfo(np.float32).max)
 _MOST_TOKENS = 2**31 - 1  # more than a response can have
+LEFT_OUT = -1e5  # a logit that no temperature makes likely, and of which products are finite
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,10 @@ class Shaping:
     stops: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        penalties = ("repetition", "presence", "frequency")
-        names = {name: f"{name} penalty" for name in penalties}
+        names = {name: f"{name} penalty" for name in ("repetition", "presence", "frequency")}
         names |= {"min_p": "min-p", "min_tokens": "min-tokens"}
-        numbers = {text: getattr(self, name) for name, text in names.items()}
-        neutral = {text: getattr(UNSHAPED, name) for name, text in names.items()}
-        words = [f"{text} {x:g}" for text, x in numbers.items() if x != neutral[text]]
+        changed = (name for name in names if getattr(self, name) != getattr(UNSHAPED, name))
+        words = [f"{names[name]} {getattr(self, name):g}" for name in changed]
         words += [f"a bias on {len(self.bias)} tokens"] if self.bias else []
         words += [f"{len(self.allowed)} allowed tokens"] if self.allowed else []
         return ", ".join(words)
@@ -187,61 +186,49 @@ def _add(options: dict[str, Any], more: Mapping[str, Any]) -> None:
     options |= more
 
 
-def read(
-    values: Mapping[str, Any], where: str, *, default: Distribution, vocabulary: int
-) -> Distribution:
+def read(values: Mapping[str, Any], *, default: Distribution, vocabulary: int) -> Distribution:
     """What a row's tokens are said to be drawn from.
 
     Raises:
       InputError: an option is no number, is out of bounds, or cannot be applied here.
     """
-    _refuse(values, where)
-    plain = {
-        name: _number(values, where, Option((name,), least, most, getattr(default, name)))
-        for name, least, most in (
-            ("temperature", 0.0, 100.0),
-            ("top_k", -1, math.inf),
-            ("top_p", 0.0, 1.0),
-        )
-    }
-    if plain["top_p"] == 0:
-        raise InputError(f"{where}: top_p must be a number from 0.0 to 1.0, got 0")
-    top_k = max(0, int(plain["top_k"]))  # -1 and 0 are both off, in one engine or another
-    said = Distribution(
-        plain["temperature"],
-        top_k if top_k < vocabulary else 0,
-        plain["top_p"],
-        shaping=_shaping(values, where, vocabulary),
-    )
-    if said.shaping.min_p and said.top_p < 1:
+    _refuse(values)
+    temperature = _number(values, Option(("temperature",), 0.0, 100.0, default.temperature))
+    top_k = int(_number(values, Option(("top_k",), -1, math.inf, default.top_k)))
+    top_p = _number(values, Option(("top_p",), 0.0, 1.0, default.top_p))
+    if top_p == 0:
+        raise InputError("top_p must be a number from 0.0 to 1.0, got 0")
+    top_k = max(0, top_k)  # -1 and 0 are both off, in one engine or another
+    shaping = _shaping(values, vocabulary)
+    said = Distribution(temperature, top_k if top_k < vocabulary else 0, top_p, shaping=shaping)
+    if shaping.min_p and top_p < 1:
         raise InputError(
-            f"{where}: min_p together with top_p is not scored here: engines differ in which of the"
-            " two comes first"
+            "min_p together with top_p is not scored here: engines differ in which of the two comes"
+            " first"
         )
-    return replace(said, raw=_raw(values, where, default) and not said.plain)
+    return replace(said, raw=_raw(values, default) and not said.plain)
 
 
-def _raw(values: Mapping[str, Any], where: str, default: Distribution) -> bool:
+def _raw(values: Mapping[str, Any], default: Distribution) -> bool:
     mode = values.get("logprobs_mode")
     if mode is None:
         return default.raw
     if mode not in ("raw_logprobs", "processed_logprobs"):
         raise InputError(
-            f"{where}: logprobs_mode must be 'raw_logprobs' or 'processed_logprobs', got"
-            f" {shown(mode)}"
+            f"logprobs_mode must be 'raw_logprobs' or 'processed_logprobs', got {shown(mode)}"
         )
     return mode == "raw_logprobs"
 
 
-def _refuse(values: Mapping[str, Any], where: str) -> None:
+def _refuse(values: Mapping[str, Any]) -> None:
     for name, neutral in (_REFUSED | IN_REQUESTS).items():
         value = values.get(name)
         plain_text = name == "response_format" and value == {"type": "text"}
         if value is None or plain_text or _empty(value) or any(value == one for one in neutral):
             continue
         raise InputError(
-            f"{where}: {name} = {shown(value)} shaped the draws and cannot be applied here; leave"
-            " such rows out (--skip-bad does)"
+            f"{name} = {shown(value)} shaped the draws and cannot be applied here; leave such rows"
+            " out (--skip-bad does)"
         )
 
 
@@ -252,37 +239,36 @@ def _empty(value: Any) -> bool:
     return isinstance(value, Sequence) and not len(value)
 
 
-def _number(values: Mapping[str, Any], where: str, option: Option) -> float:
+def _number(values: Mapping[str, Any], option: Option) -> float:
     for name in option.names:
         value = values.get(name)
         if value is None:
             continue
-        number = not isinstance(value, bool) and isinstance(value, int | float | np.number)
+        number = not isinstance(value, bool) and isinstance(value, int | float)
         whole = option.most == math.inf
         if number and whole and not (abs(value) < _LARGEST and value == int(value)):
-            raise InputError(f"{where}: {name} must be a whole number, got {shown(value)}")
+            raise InputError(f"{name} must be a whole number, got {shown(value)}")
         if not number or not option.least <= value <= option.most:
             raise InputError(
-                f"{where}: {name} must be a number from {option.least} to {option.most}, got"
-                f" {shown(value)}"
+                f"{name} must be a number from {option.least} to {option.most}, got {shown(value)}"
             )
-        return float(cast(Any, value))
+        return float(value)
     return option.neutral
 
 
-def _shaping(values: Mapping[str, Any], where: str, vocabulary: int) -> Shaping:
-    numbers = {name: _number(values, where, one) for name, one in _SHAPING.items()}
+def _shaping(values: Mapping[str, Any], vocabulary: int) -> Shaping:
+    numbers = {name: _number(values, one) for name, one in _SHAPING.items()}
     minimum = min(int(numbers.pop("min_tokens")), _MOST_TOKENS)
     return Shaping(
         **numbers,
         min_tokens=minimum,
-        bias=_bias(values.get("logit_bias"), where, vocabulary),
-        allowed=token_ids(values, "allowed_token_ids", where, vocabulary),
-        stops=token_ids(values, "stop_token_ids", where, vocabulary) if minimum else (),
+        bias=_bias(values.get("logit_bias"), vocabulary),
+        allowed=token_ids(values, "allowed_token_ids", vocabulary),
+        stops=token_ids(values, "stop_token_ids", vocabulary) if minimum else (),
     )
 
 
-def _bias(given: Any, where: str, vocabulary: int) -> tuple[tuple[int, float], ...]:
+def _bias(given: Any, vocabulary: int) -> tuple[tuple[int, float], ...]:
     if not given:
         return ()
     try:
@@ -291,16 +277,18 @@ def _bias(given: Any, where: str, vocabulary: int) -> tuple[tuple[int, float], .
         biases = sorted((int(token), float(x)) for token, x in pairs if x is not None)
     except (TypeError, ValueError, OverflowError):
         biases = []
+    # One of minus infinity leaves the token out.
+    biases = [(token, LEFT_OUT if x == -math.inf else x) for token, x in biases]
     fine = all(0 <= token < vocabulary and math.isfinite(x) for token, x in biases)
     if not biases or not fine:
         raise InputError(
-            f"{where}: logit_bias must map ids of the model's {vocabulary} tokens to numbers, got"
+            f"logit_bias must map ids of the model's {vocabulary} tokens to numbers, got"
             f" {shown(given)}"
         )
     return tuple((token, value) for token, value in biases if value)
 
 
-def token_ids(values: Mapping[str, Any], name: str, where: str, vocabulary: int) -> tuple[int, ...]:
+def token_ids(values: Mapping[str, Any], name: str, vocabulary: int) -> tuple[int, ...]:
     """A list of token ids among a row's options, sorted; empty if it is not there.
 
     Raises:
@@ -309,30 +297,28 @@ def token_ids(values: Mapping[str, Any], name: str, where: str, vocabulary: int)
     given = values.get(name)
     if given is None or (isinstance(given, Sequence) and not given):
         return ()
-    listed = isinstance(given, list | tuple)
-    if not listed or not all(_is_token(x, vocabulary) for x in given):
+    listed = isinstance(given, list)
+    if not listed or not all(type(x) is int and 0 <= x < vocabulary for x in given):
         raise InputError(
-            f"{where}: {name} must be ids of the model's {vocabulary} tokens, got {shown(given)}"
+            f"{name} must be ids of the model's {vocabulary} tokens, got {shown(given)}"
         )
-    return tuple(sorted({int(x) for x in given}))
+    return tuple(sorted(set(given)))
 
 
-def _is_token(value: Any, vocabulary: int) -> bool:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return whole and 0 <= value < vocabulary
+def check_drawn(tokens: Sequence[int], shaping: Shaping, mask: np.ndarray | None) -> None:
+    """Refuses a row whose own options leave out a token that was drawn.
 
-
-def check_drawn(tokens: Sequence[int], shaping: Shaping, where: str) -> None:
-    """Refuses a row whose own options leave out a token that was drawn."""
-    for place, token in enumerate(tokens if shaping.allowed else ()):
-        if token not in shaping.allowed:
+    Those that a loss mask bool[n] hides, such as the output of a tool, were not.
+    """
+    banned = {token for token, bias in shaping.bias if bias <= LEFT_OUT}
+    for place, token in enumerate(tokens if banned or shaping.allowed else ()):
+        if mask is not None and not mask[place]:
+            continue
+        if token in banned or (shaping.allowed and token not in shaping.allowed):
+            name = "logit_bias" if token in banned else "allowed_token_ids"
             raise InputError(
-                f"{where}: response_token_ids[{place}] = {token} was drawn, but allowed_token_ids"
-                " leaves it out"
+                f"response_token_ids[{place}] = {token} was drawn, but {name} leaves it out"
             )
-
-
-LEFT_OUT = -1e5  # a logit that no temperature makes likely, and of which products are finite
 
 
 class Shapes(NamedTuple):
@@ -407,7 +393,7 @@ def _counts(
     size: tuple[int, ...], row: jax.Array, place: jax.Array, rollout: Rollout
 ) -> tuple[jax.Array, jax.Array]:
     """[N, V]: whether a token stands before the place, and how often in the response."""
-    history = layout.sequences(rollout)[row]
+    history = scoring.sequences(rollout)[row]
     at = jnp.arange(history.shape[1])[None, :] - rollout.prompt_lengths[row][:, None]
     past = at < place[:, None]
     numbers = jnp.arange(size[0])[:, None]

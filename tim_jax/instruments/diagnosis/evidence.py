@@ -415,12 +415,8 @@ def _kept(evidence, distribution, beta, normaliser) -> tuple[np.ndarray, np.ndar
     ends = reached.any(axis=1)  # within the stored logits
     place = np.where(ends, np.minimum(np.argmax(reached, axis=1), last - 1), last - 1)
     held = np.where(ends, running[rows, place], distribution.top_p * of_k)
-    in_set = mass_above(evidence.mass_above, beta) < distribution.top_p * of_k
+    at, x = _between(beta)  # by straight lines
+    above = (1 - x) * evidence.mass_above[:, at].astype(np.float64)
+    in_set = above + x * evidence.mass_above[:, at + 1] < distribution.top_p * of_k
     inside &= np.where(ends, evidence.logit >= evidence.top[rows, place], in_set)
     return np.log(held), inside
-
-
-def mass_above(masses: np.ndarray, beta: float) -> np.ndarray:
-    """Probability f64[N] of the logits above a token's, from that at BETAS, by straight lines."""
-    place, x = _between(beta)
-    return (1 - x) * masses[:, place].astype(np.float64) + x * masses[:, place + 1]

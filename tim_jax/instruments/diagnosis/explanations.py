@@ -1,48 +1,50 @@
-"""Explanations that need no further forward, compared by the model of `noise`.
+"""What an explanation is, and the likelihood by which all of them are compared.
 
 An explanation predicts the log-prob that the system recorded for each token, and how likely each
 draw was. Both are compared with the null's: the exact log-probs of the declared distribution were
 recorded, and the tokens were drawn from it.
+
+A recorded log-prob is the predicted one plus noise: Student's t with three degrees of freedom and
+the scale `sqrt((s w_t)^2 + FLOOR^2)`. The tails are heavy because in every engine single tokens
+differ much more than the others. The weight w_t is `1 - p_t` of the token's exact probability, at
+least 0.02: noise on logits moves the log-prob of a likely token little. `s` is fitted and counts as
+a parameter. FLOOR is the size of another order of sums in float32, so that agreement to the last
+bit is not endlessly better than agreement to 1e-6. A token for which an explanation predicts
+nothing has the density of a number anywhere within 20 nats.
+
+Log-probs may be written with few decimals. What is within half a step of the recorded number is
+then no difference: it has one density there, and noise is counted from the ends of the step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
+from scipy import optimize, special
 
 from tim_jax.instruments.diagnosis.declared import UNSHAPED, Distribution
 from tim_jax.instruments.diagnosis.evidence import (
-    AT_ONE,
     COLDEST,
     HOTTEST,
-    LIKELIEST,
     Evidence,
     at_edge,
     chances,
 )
-from tim_jax.instruments.diagnosis.noise import (
-    Fit,
-    fit_noise,
-    grid_minimum,
-    minimum,
-    noise_weights,
-    penalty,
-)
 from tim_jax.instruments.diagnosis.rollouts import Response
 
-# Of a log-temperature. Where log-probs agree to 1e-7, a coarser fit would decide what is named.
-_TEMPERATURE_WITHIN = 1e-9
-_AT_END = 1e-4  # of a log-temperature: at an end of what is fitted, it may lie beyond
-_FITTED = 4096  # tokens that parameters are fitted on
-_ODD, _LEAST_ODD = 5.0, 0.01  # times the median row's mean |d|, and nats, of a row that is odd
-_LEAST_LEFT_OUT = 3  # tokens that are all that equal one, and left out
-_MOST_PADDING = 4096  # rows of padding in a vocabulary
+FLOOR = 2e-6
+NOTHING = -np.log(20.0)
+_FREEDOM = 3.0
+_LEAST_WEIGHT = 0.02
+WITHIN = 1e-5  # of what a fit looks for
+_SCALES = np.geomspace(1e-7, 10.0, 33)
+_CONSTANT = -special.betaln(0.5, _FREEDOM / 2) - 0.5 * np.log(_FREEDOM)
+
 LEAST_MOVE = 1e-4  # nats; less is what interpolation makes of the same log-prob
-_TOP_K = (1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128)
-_TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
-_MIN_P = (0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5)
+# Decimal steps that are looked for: rounding to smaller ones is of the size of LEAST_MOVE.
+_STEPS = (0.1, 0.01, 0.001, 0.0001)
 
 DECISIVE = 10.0
 # Sizes that others publish for sound engines beside dense models, see docs/mismatch.md: K3 1e-5 to
@@ -52,13 +54,92 @@ NORMAL_MEAN = 0.02
 NORMAL_LARGEST = 2.0
 # Below these an explanation names a cause, but of nothing that needs mending.
 LEAST_EFFECT = 1e-3  # nats a token, over the tokens that it touches
-LEAST_SHARE = 0.25  # of the gap
-LEAST_LOCAL = 0.05  # the same for low precision, and for what touches less than half of the tokens
+LEAST_LOCAL = 0.05  # of the gap: low precision, and what touches less than half of the tokens
 LEAST_WITHIN = 0.5  # of the gap at those tokens
-_OFF = 10.0  # times the noise's scale: by which logits may be off where a draw is at an edge
+OFF = 10.0  # times the noise's scale: by which logits may be off where a draw is at an edge
+IMPOSSIBLE = 30.0  # nats that a draw costs of which an explanation says that it cannot be
+_STRAYS = 0.5  # draws that cannot be and yet are, as a share of those that the null expects
 _FACTOR = 0.5  # standard deviation of the logarithm of how far sizes may be off
 
 Kind = Literal["none", "numerics", "fault"]
+
+
+class Fit(NamedTuple):
+    """A fitted noise model."""
+
+    scale: float  # s
+    densities: np.ndarray  # f64[N], log-density of each token's recorded log-prob
+
+    @property
+    def total(self) -> float:
+        """The log-likelihood, in nats."""
+        return float(self.densities.sum())
+
+
+def densities(
+    residual: np.ndarray, weight: np.ndarray, scale: float, step: float = 0.0
+) -> np.ndarray:
+    """Log-densities f64[N] of residuals (NaN where nothing is predicted) at a scale.
+
+    Args:
+      step: of what was recorded; residuals up to half of it are equally likely.
+    """
+    width = np.hypot(scale * weight, FLOOR)
+    inner = np.log1p(np.square(beyond(residual, step) / width) / _FREEDOM)
+    density = _CONSTANT - np.log(width) - (_FREEDOM + 1) / 2 * inner
+    if step:
+        density -= np.log1p(step * np.exp(_CONSTANT) / width)
+    return np.where(np.isnan(residual), NOTHING, density)
+
+
+def beyond(difference: np.ndarray, step: float) -> np.ndarray:
+    """What of differences is more than rounding to a step makes."""
+    if not step:
+        return difference
+    return np.sign(difference) * np.maximum(np.abs(difference) - step / 2, 0.0)
+
+
+def decimal_step(recorded: np.ndarray, exact: np.ndarray) -> float:
+    """The decimal step of which all recorded log-probs f64[N] are multiples, or 0.
+
+    NaN is left out. Whole numbers are multiples of every step: if there are no others, as of tokens
+    that are nearly certain, it is the least one that explains them by the exact log-probs.
+    """
+    seen = ~np.isnan(recorded)
+    recorded, exact = recorded[seen], exact[seen]
+    whole = bool((recorded == recorded.round()).all())
+    if whole and np.array_equal(recorded, exact):
+        return 0.0
+    within = 2e-7 * np.abs(recorded)  # of float32
+    for step in reversed(_STEPS) if whole else _STEPS:
+        off = np.abs(recorded - step * np.round(recorded / step))
+        far = whole and (np.abs(recorded - exact) > step / 2).any()
+        if (off <= within).all() and not far:
+            return step
+    return 0.0
+
+
+def fit_noise(residual: np.ndarray, weight: np.ndarray, step: float = 0.0) -> Fit:
+    """The scale of greatest likelihood, and the densities there."""
+
+    def loss(log_scale: float) -> float:
+        return -float(densities(residual, weight, np.exp(log_scale), step).sum())
+
+    scale = float(np.exp(minimum(loss, np.log(_SCALES))))
+    return Fit(scale, densities(residual, weight, scale, step))
+
+
+def minimum(loss: Callable[[float], float], grid: np.ndarray, *, within: float = WITHIN) -> float:
+    """Where a loss is least, between the neighbours of the grid's best point."""
+    best = int(np.argmin([loss(x) for x in grid]))
+    bounds = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
+    how: Any = {"bounds": bounds, "method": "bounded", "options": {"xatol": within}}
+    return float(cast(Any, optimize.minimize_scalar(loss, **how)).x)
+
+
+def penalty(parameters: int, count: int) -> float:
+    """What fitted parameters cost, in nats: half the Bayesian information criterion's."""
+    return 0.5 * parameters * float(np.log(max(count, 2)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +151,7 @@ class Explanation:
         text: a clause for people: "the log-probs are ...".
         kind: "fault" is a mistake to mend, "numerics" another precision or order of sums.
         predicted: f64[N], the log-probs that the system would have recorded; NaN: no prediction.
-        drawn: f64[N], log-probs of the draws.
+        drawn: f64[N], log-probs of the draws; minus infinity: it cannot have been drawn.
         parameters: name -> fitted value.
         structure: nats of further evidence, such as where responses end, against the null.
         shows: i64[M], tokens that show it where log-probs do not.
@@ -96,13 +177,18 @@ class Explanation:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """N recorded tokens of S responses, side by side, with the evidence of one forward."""
+    """N recorded tokens of S responses, side by side, with the evidence of one forward.
+
+    Attributes:
+        known_step: `step` of the tokens that these are a part of; None if they are all.
+    """
 
     responses: tuple[Response, ...]
     evidence: Evidence
     stop_tokens: tuple[int, ...]
     vocabulary: int
     tokenizer_size: int
+    known_step: float | None = None
 
     @cached_property
     def hidden(self) -> np.ndarray:
@@ -110,15 +196,56 @@ class Tokens:
 
         What is recorded there means nothing, and the model may not have drawn the token.
         """
-        return np.concatenate(
-            [np.zeros(len(r), bool) if r.mask is None else ~r.mask for r in self.responses]
-        )
+        return ~np.concatenate([r.kept for r in self.responses])
 
     @cached_property
     def recorded(self) -> np.ndarray:
         """f64[N], NaN where a loss mask hides the token."""
         log_probs = np.concatenate([r.log_probs for r in self.responses]).astype(np.float64)
         return np.where(self.hidden, np.nan, log_probs)
+
+    @cached_property
+    def exact(self) -> np.ndarray:
+        """f64[N], what is to be recorded."""
+        return self.evidence.exact.astype(np.float64)
+
+    @cached_property
+    def step(self) -> float:
+        """The decimal step that log-probs were rounded to, such as 0.1; 0 if they were not."""
+        if self.known_step is not None:
+            return self.known_step
+        return decimal_step(self.recorded, self.exact)
+
+    @cached_property
+    def gap(self) -> np.ndarray:
+        """f64[N], recorded less exact, as far as it is more than rounding makes."""
+        return self.beside(self.exact)
+
+    def beside(self, predicted: np.ndarray) -> np.ndarray:
+        """f64[N], recorded less predicted, as far as it is more than rounding makes."""
+        return beyond(self.recorded - predicted, self.step)
+
+    @cached_property
+    def null(self) -> Explanation:
+        """Recorded are the exact log-probs, and the draws are those declared, or recorded."""
+        _, declared = by_distribution(self)
+        drawn = np.where(self.replays, self.exact, declared)
+        text = "the log-probs are the declared ones"
+        return Explanation("none", text, "none", self.exact, drawn)
+
+    @cached_property
+    def null_fit(self) -> Fit:
+        """The noise of what is recorded about the exact log-probs."""
+        return self.fit(self.exact)
+
+    def fit(self, predicted: np.ndarray) -> Fit:
+        """The noise of what is recorded about predictions f64[N]."""
+        return fit_noise(self.recorded - predicted, self.weights, self.step)
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """f64[N], by which noise goes."""
+        return np.maximum(-np.expm1(np.minimum(self.exact, 0.0)), _LEAST_WEIGHT)
 
     @cached_property
     def shows_draw(self) -> np.ndarray:
@@ -131,13 +258,12 @@ class Tokens:
     def _at_edge(self) -> np.ndarray:
         """bool[N], draws that rounding of the size that log-probs show may have let in."""
         found = np.zeros(len(self.sequence), bool)
-        each = [(x, own) for x, own in _by_declared(self) if x.truncated or x.temperature == 0]
-        if each:
-            off = _OFF * fit(null(self), self).scale
-            for declared, own in each:
+        for declared, own in by_declared(self):
+            if declared.truncated or declared.temperature == 0:
                 # Log-probs of scaled logits are off by more, or less, than the logits.
                 scaling = 1.0 if declared.raw else declared.temperature or 1.0
-                found[own] = at_edge(self.evidence.take(own), declared, off * scaling)
+                off = OFF * self.null_fit.scale * scaling
+                found[own] = at_edge(self.evidence.take(own), declared, off)
         return found
 
     @cached_property
@@ -160,13 +286,18 @@ class Tokens:
         """bool[N], whether it is recorded what the token was drawn among."""
         return np.asarray([r.replays for r in self.responses])[self.sequence]
 
+    def by_response(self, values: np.ndarray) -> list[np.ndarray]:
+        """Values [N, ...] of the tokens of each response."""
+        return np.split(values, self.lasts[:-1] + 1)
+
     def take(self, numbers: Sequence[int]) -> "Tokens":
         """Some of the responses."""
         inside = np.isin(self.sequence, np.asarray(numbers))
         evidence = self.evidence.take(inside)._replace(
             end_stop=self.evidence.end_stop[np.asarray(numbers)]
         )
-        return replace(self, responses=tuple(self.responses[i] for i in numbers), evidence=evidence)
+        responses = tuple(self.responses[i] for i in numbers)
+        return replace(self, responses=responses, evidence=evidence, known_step=self.step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +315,22 @@ class Judged:
     touched: np.ndarray  # bool[N], tokens of which it predicts another log-prob than the null
     within: float  # the share of the gap at those that it explains
     of_draws: bool  # whether it is decisively better at the draws
+    refuted: bool = False  # whether tokens were drawn that it leaves out, as often as by the null
+
+    @property
+    def name(self) -> str:
+        """The name of the explanation."""
+        return self.explanation.name
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the explanation."""
+        return self.explanation.kind
+
+    @property
+    def by_sizes(self) -> bool:
+        """Whether the sizes of the differences alone are predicted, not themselves."""
+        return self.explanation.sizes is not None
 
     @property
     def share(self) -> float:
@@ -202,84 +349,77 @@ class Judged:
 
     @property
     def residual(self) -> np.ndarray:
-        """f64[N], recorded less predicted."""
-        return self.tokens.recorded - self.explanation.predicted
-
-
-def fit(explanation: Explanation, tokens: Tokens) -> Fit:
-    """The noise about what an explanation predicts."""
-    return fit_noise(tokens.recorded - explanation.predicted, noise_weights(tokens.evidence.exact))
+        """f64[N], recorded less predicted, as far as it is more than rounding makes."""
+        return self.tokens.beside(self.explanation.predicted)
 
 
 def judge(
-    explanation: Explanation,
-    tokens: Tokens,
-    base: Explanation,
-    total: int = 0,
-    *,
-    before: Fit | None = None,
+    explanation: Explanation, tokens: Tokens, *, total: int = 0, base: Explanation | None = None
 ) -> Judged:
-    """Compares an explanation of `tokens` with the null, `base`.
+    """Compares an explanation of `tokens` with another, which is the null if none is given.
 
     Args:
       total: of how many tokens these are a panel; 0 if they are all.
-      before: the fit of the null, if it is known.
     """
     recorded = tokens.recorded
-    before = fit(base, tokens) if before is None else before
-    residual = recorded - explanation.predicted
+    before = tokens.null_fit if base is None else tokens.fit(base.predicted)
+    base = base or tokens.null
+    residual = tokens.beside(explanation.predicted)
     if explanation.sizes is None:
-        after, odds = fit(explanation, tokens), 0.0
+        after, odds = tokens.fit(explanation.predicted), 0.0
     else:
         # The sizes may be off by a factor near 1, which has odds of its own. Student's t with 3
         # degrees of freedom has the mean size 1.103 s.
-        after = fit_noise(residual, explanation.sizes / 1.103)
+        apart = recorded - explanation.predicted
+        after = fit_noise(apart, explanation.sizes / 1.103, tokens.step)
         off = float(np.log(after.scale)) / _FACTOR
         odds = -0.5 * off**2 - float(np.log(_FACTOR * np.sqrt(2 * np.pi)))
     seen = ~tokens.hidden
-    drawn = np.where(tokens.shows_draw, explanation.drawn - base.drawn, 0.0)
+    drawn = _of_draws(explanation.drawn, base.drawn, tokens.shows_draw)
     gains = after.densities - before.densities + drawn
     scaling = total / len(recorded) if total else 1.0
     cost = penalty(len(explanation.parameters), len(recorded))
-    gap = np.abs(recorded - base.predicted)
+    gap = np.abs(tokens.beside(base.predicted))
     moved = np.abs(explanation.predicted - base.predicted)
     moved = np.where(np.isnan(moved), gap, moved)
     touched = seen & (moved > LEAST_MOVE)
-    left, whole = np.abs(residual)[touched], _mean(gap[touched])  # unpredicted: nothing is left
+    left, whole = np.abs(residual)[touched], mean_of(gap[touched])  # unpredicted: nothing is left
     return Judged(
         explanation,
         tokens,
         gain=float(gains.sum()) * scaling + explanation.structure + odds - cost,
         gains=gains,
         scale=after.scale,
-        gap=_mean(gap),
-        remains=_mean(np.abs(np.where(np.isnan(explanation.predicted), 0.0, residual))),
+        gap=mean_of(gap),
+        remains=mean_of(np.abs(np.where(np.isnan(explanation.predicted), 0.0, residual))),
         effect=float(moved[touched].mean()) if touched.any() else 0.0,
         touched=touched,
         within=1.0 - float(np.nan_to_num(left).mean()) / whole if whole > 0 else 0.0,
-        of_draws=bool(drawn.sum() > DECISIVE and _mean(drawn[seen]) > LEAST_EFFECT),
+        refuted=_refuted(np.isneginf(explanation.drawn) & tokens.shows_draw, drawn),
+        of_draws=bool(drawn.sum() > DECISIVE and mean_of(drawn[seen]) > LEAST_EFFECT),
     )
 
 
-def _mean(values: np.ndarray) -> float:
+def _of_draws(drawn: np.ndarray, base: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """Nats f64[N] by which draws that are `seen` are likelier than by another explanation."""
+    with np.errstate(invalid="ignore"):  # what can be by neither
+        gains = np.nan_to_num(drawn - base, neginf=-IMPOSSIBLE, posinf=IMPOSSIBLE)
+    return np.where(seen, gains, 0.0)
+
+
+def _refuted(impossible: np.ndarray, gains: np.ndarray) -> bool:
+    """Whether of N draws about as many cannot be as were expected without a truncation.
+
+    Where it keeps a share, the draws that it keeps gain minus its logarithm.
+    """
+    expected = -np.expm1(-np.maximum(gains, 0.0)).sum()
+    return bool(impossible.any() and impossible.sum() >= _STRAYS * expected)
+
+
+def mean_of(values: np.ndarray) -> float:
+    """The mean of numbers, NaN left out; 0 of none."""
     values = values[~np.isnan(values)]
     return float(values.mean()) if values.size else 0.0
-
-
-def material(judged: Judged) -> bool:
-    """Whether an explanation is of something that matters, and not of a trifle in the noise.
-
-    One of log-probs must explain a share of the gap, whatever else speaks for it. One of the draws
-    alone, or of where responses end, leaves the gap as it is.
-    """
-    if not judged.moves:
-        return judged.explanation.structure > DECISIVE or judged.of_draws
-    if judged.explanation.kind != "fault":
-        return judged.share >= LEAST_LOCAL
-    if judged.local and judged.within < LEAST_WITHIN:
-        return False
-    least = LEAST_LOCAL if judged.local else LEAST_SHARE
-    return judged.share >= least and judged.effect > LEAST_EFFECT
 
 
 def sizes_of(d: np.ndarray) -> dict[str, float]:
@@ -311,7 +451,7 @@ def by_distribution(
     """(predicted, drawn), f64[N] both: recorded under one change of what is declared, drawn under
     another."""
     predicted, draws = np.empty(len(tokens.sequence)), np.empty(len(tokens.sequence))
-    for declared, own in _by_declared(tokens):
+    for declared, own in by_declared(tokens):
         evidence = tokens.evidence if own.all() else tokens.evidence.take(own)
         said = declared if reported is None else reported(declared)
         of_draw = declared if drawn is None else drawn(declared)
@@ -322,262 +462,10 @@ def by_distribution(
     return predicted, draws
 
 
-def _by_declared(tokens: Tokens) -> Iterator[tuple[Distribution, np.ndarray]]:
+def by_declared(tokens: Tokens) -> Iterator[tuple[Distribution, np.ndarray]]:
     """Each declared distribution, without what is in the logits, and its tokens bool[N]."""
     each = [replace(r.declared, shaping=UNSHAPED) for r in tokens.responses]
     kinds = sorted(set(each), key=repr)
     of_response = np.asarray([kinds.index(one) for one in each])
     for number, declared in enumerate(kinds):
         yield declared, of_response[tokens.sequence] == number
-
-
-def null(tokens: Tokens) -> Explanation:
-    """Recorded are the exact log-probs, and the draws are those declared, or recorded."""
-    _, drawn = by_distribution(tokens)
-    exact = tokens.evidence.exact.astype(np.float64)
-    drawn = np.where(tokens.replays, exact, drawn)
-    return Explanation("none", "the log-probs are the declared ones", "none", exact, drawn)
-
-
-def reporting(tokens: Tokens) -> Iterator[Explanation]:
-    """Every explanation that needs this evidence alone, but those of `parts`."""
-    base = null(tokens)
-    yield from _of_declared(tokens)
-    for some in (_fitting_part(tokens), _odd_rows(tokens, base)):
-        if some is not None:
-            yield from _temperatures(tokens, some)
-            yield from _truncations(tokens, some)
-            yield from _padded(tokens, some)
-    for number in (2, 10):
-        predicted = base.predicted / np.log(number)
-        text = f"the log-probs are logarithms to base {number}, not natural ones"
-        yield base.as_fault("log_base", text, predicted=predicted)
-    yield from _shifted(tokens, base)
-    yield from _masks(tokens, base)
-    yield from _cut(tokens, base)
-    first, gap = tokens.position == 0, np.abs(tokens.recorded - base.predicted)
-    if _mean(gap[first]) > _ODD * _mean(gap[~first]):  # other weights are off at the others too
-        text = "the first token of each response is of another context: another prompt or template"
-        predicted = np.where(first, np.nan, base.predicted)
-        yield base.as_fault("first_tokens", text, predicted=predicted)
-
-
-def _fault(name: str, text: str, arrays: tuple[np.ndarray, np.ndarray], **given) -> Explanation:
-    return Explanation(name, text, "fault", *arrays, **given)
-
-
-def _of_declared(tokens: Tokens) -> Iterator[Explanation]:
-    """What is declared of draws but not in the log-probs, or the reverse: nothing is fitted."""
-    declared = {r.declared for r in tokens.responses}
-    drawn = null(tokens).drawn
-    if any(d.shaped or d.temperature not in (0, 1) for d in declared if not d.raw):
-        yield _fault(
-            "raw_log_probs",
-            "the log-probs are those of the raw logits, without temperature, top-k and top-p"
-            + (", and without what else was asked for" if any(d.shaped for d in declared) else ""),
-            (tokens.evidence.raw.astype(np.float64), drawn),
-        )
-    if any(d.raw for d in declared):
-        yield _fault(
-            "processed_log_probs",
-            "the log-probs are those that the tokens were drawn by, not those of the raw logits",
-            (by_distribution(tokens, lambda declared: replace(declared, raw=False))[0], drawn),
-        )
-    replays = tokens.replays.any()
-    if replays or any(d.truncated for d in declared if not d.raw):
-        predicted, _ = by_distribution(tokens, lambda declared: Distribution(declared.temperature))
-        yield _fault(
-            "ignored_truncation",
-            "the log-probs are over the whole vocabulary, not renormalised over what top-k and"
-            f" top-p keep{', which is recorded' if replays else ''}",
-            (predicted, drawn),
-        )
-
-
-def _at_temperature(log_temperature: float) -> Change:
-    temperature = float(np.exp(log_temperature))
-    return lambda declared: replace(declared, temperature=temperature)
-
-
-def _temperatures(tokens: Tokens, some: Tokens) -> Iterator[Explanation]:
-    """Other temperatures, fitted to `some` of the responses."""
-    grid = np.log(np.geomspace(COLDEST, HOTTEST, 37))
-    for name, text, both in (
-        ("temperature", "drawn and recorded at {}", True),
-        ("recorded_temperature", "the log-probs are those at {}", False),
-    ):
-
-        def of(x: float, tokens: Tokens, both: bool = both):
-            change = _at_temperature(x)
-            return by_distribution(tokens, change, change if both else None)
-
-        x = grid_minimum(
-            lambda x: -_likelihood(some, *of(x, some)), grid, within=_TEMPERATURE_WITHIN
-        )
-        words, parameters = _named_temperature(x)
-        yield _fault(name, text.format(words), of(x, tokens), parameters=parameters)
-
-    def drawn(x: float, tokens: Tokens):
-        return by_distribution(tokens, drawn=_at_temperature(x))
-
-    x = grid_minimum(lambda x: -float(drawn(x, some)[1][some.shows_draw].sum()), grid)
-    words, parameters = _named_temperature(x)
-    text = f"drawn at {words}, but recorded without it"
-    yield _fault("drawn_temperature", text, drawn(x, tokens), parameters=parameters)
-
-
-def _named_temperature(log_temperature: float) -> tuple[str, dict[str, float]]:
-    """A fitted temperature in words and as a parameter, or the end of what is fitted."""
-    if log_temperature - np.log(COLDEST) < _AT_END:
-        return f"a temperature of {COLDEST:.3g} or less", {"temperature_at_most": COLDEST}
-    if np.log(HOTTEST) - log_temperature < _AT_END:
-        return f"a temperature of {HOTTEST:.3g} or more", {"temperature_at_least": HOTTEST}
-    fitted = float(np.exp(log_temperature))
-    return f"temperature {fitted:.4g}", {"temperature": fitted}
-
-
-def _likelihood(tokens: Tokens, predicted: np.ndarray, drawn: np.ndarray) -> float:
-    fit = fit_noise(tokens.recorded - predicted, noise_weights(tokens.evidence.exact))
-    return fit.total + float(drawn[tokens.shows_draw].sum())
-
-
-def _fitting_part(tokens: Tokens) -> Tokens:
-    """Whole responses, evenly chosen, of about as many tokens as parameters are fitted on."""
-    count, stride = len(tokens.responses), max(1, round(len(tokens.sequence) / _FITTED))
-    return tokens if stride == 1 else tokens.take(range(0, count, min(stride, count)))
-
-
-def _odd_rows(tokens: Tokens, base: Explanation) -> Tokens | None:
-    """The minority of responses whose gap is much larger than that of the others, if there is one.
-
-    What is fitted to all of them would not show what is wrong with these.
-    """
-    gap = np.nan_to_num(np.abs(tokens.recorded - base.predicted))
-    counts = np.bincount(tokens.sequence[~tokens.hidden], minlength=len(tokens.responses))
-    means = np.bincount(tokens.sequence, gap, len(tokens.responses)) / np.maximum(counts, 1)
-    odd = np.flatnonzero(means > max(_ODD * float(np.median(means)), _LEAST_ODD))
-    return tokens.take(odd.tolist()) if 0 < 2 * len(odd) < len(tokens.responses) else None
-
-
-def _truncations(tokens: Tokens, some: Tokens) -> Iterator[Explanation]:
-    """A truncation that is neither declared nor recorded, renormalised in the log-probs or not."""
-    if tokens.replays.any():
-        return
-    # The mass that a declared top-k keeps is not known where it is beyond the stored logits.
-    unknown = any(r.declared.top_k > LIKELIEST for r in tokens.responses)
-    for name, values in (("top_k", _TOP_K), ("top_p", _TOP_P), ("min_p", _MIN_P)):
-        if name != "top_k" and unknown:
-            continue
-        values = [x for x in values if x < min(tokens.vocabulary, LIKELIEST + 1)]
-        for renormalised in (True, False):
-            value = max(
-                values, key=lambda x: _likelihood(some, *_truncated(some, name, x, renormalised))
-            )
-            words = "renormalised over it" if renormalised else "not renormalised over it"
-            yield _fault(
-                name if renormalised else f"{name}_ignored",
-                f"drawn with {name} = {value:g}, the log-probs {words}",
-                _truncated(tokens, name, value, renormalised),
-                parameters={name: float(value)},
-            )
-
-
-def _truncated(tokens: Tokens, name: str, value: float, renormalised: bool):
-    def change(declared: Distribution) -> Distribution:
-        if name == "min_p":
-            return replace(declared, shaping=replace(UNSHAPED, min_p=value))
-        return replace(declared, **{name: value})
-
-    return by_distribution(tokens, change if renormalised else None, change)
-
-
-def _shifted(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
-    """Log-probs that stand one place beside their tokens."""
-    same = np.diff(tokens.sequence) == 0
-    for text, moved, inside in (
-        ("of the token after it", np.roll(base.predicted, -1), np.append(same, False)),
-        ("of the token before it", np.roll(base.predicted, 1), np.insert(same, 0, False)),
-    ):
-        yield base.as_fault(
-            "shifted",
-            f"each token has the log-prob {text}",
-            predicted=np.where(inside, moved, np.nan),
-        )
-
-
-def _masks(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
-    """Tokens that were left out because they equal one token, the pad token.
-
-    Left out are those that a loss mask hides, or that have a log-prob of exactly 0.
-    """
-    ids = np.concatenate([r.tokens for r in tokens.responses])
-    zero = (tokens.recorded == 0) & (base.predicted < -1e-3)
-    padding = _padding(tokens)
-    for left_out in (tokens.hidden & ~padding, zero):
-        if left_out.sum() < _LEAST_LEFT_OUT:
-            continue
-        names, counts = np.unique(ids[left_out], return_counts=True)
-        token = names[np.argmax(counts)]
-        if (ids[left_out] != token).any() or not left_out[(ids == token) & ~padding].all():
-            continue
-        share = max((ids == token).mean(), 1 / len(ids))
-        yield base.as_fault(
-            "pad_mask",
-            f"every token {token} is left out, as by a mask made as `token != pad`",
-            predicted=np.where(left_out, 0.0, base.predicted),
-            structure=-float(left_out.sum()) * np.log(share),
-            shows=np.flatnonzero(left_out),
-        )
-
-
-def _padding(tokens: Tokens) -> np.ndarray:
-    """bool[N], what a loss mask hides behind a response: nothing that was drawn.
-
-    But for a first token there that ends the response.
-    """
-    behind = []
-    for response in tokens.responses:
-        kept = np.ones(len(response), bool) if response.mask is None else response.mask
-        start = np.flatnonzero(kept)[-1] + 1 if kept.any() else 0
-        ended = start > 0 and response.tokens[start - 1] in tokens.stop_tokens
-        if start < len(kept) and not ended and response.tokens[start] in tokens.stop_tokens:
-            start += 1
-        behind.append(np.arange(len(kept)) >= start)
-    return np.concatenate(behind)
-
-
-def _padded(tokens: Tokens, some: Tokens) -> Iterator[Explanation]:
-    """A log-normaliser over more rows of the head than the model has, as many as fit `some`."""
-    if any(r.declared != Distribution() for r in tokens.responses):
-        return
-
-    def padded(log_rows: float, tokens: Tokens) -> np.ndarray:
-        evidence = tokens.evidence
-        normaliser = evidence.moments[:, AT_ONE, 0].astype(np.float64)
-        extra = log_rows - evidence.peak.astype(np.float64)  # a padded row's logit is 0
-        return evidence.exact + normaliser - np.logaddexp(normaliser, extra)
-
-    weight = noise_weights(some.evidence.exact)
-
-    def loss(log_rows: float) -> float:
-        return -fit_noise(some.recorded - padded(log_rows, some), weight).total
-
-    rows = max(1, round(float(np.exp(minimum(loss, 0.0, np.log(_MOST_PADDING))))))
-    yield null(tokens).as_fault(
-        "padded_vocabulary",
-        f"the softmax takes in {rows} padded rows of the vocabulary, whose logits are 0",
-        predicted=padded(np.log(rows), tokens),
-        parameters={"rows": float(rows)},
-    )
-
-
-def _cut(tokens: Tokens, base: Explanation) -> Iterator[Explanation]:
-    """A log-normaliser over the tokenizer's tokens alone."""
-    plain = all(r.declared == Distribution() for r in tokens.responses)
-    if plain and tokens.tokenizer_size < tokens.vocabulary:
-        normaliser = tokens.evidence.moments[:, AT_ONE, 0].astype(np.float64)
-        yield base.as_fault(
-            "cut_vocabulary",
-            f"the softmax is over the tokenizer's {tokens.tokenizer_size} tokens alone",
-            predicted=base.predicted + normaliser - tokens.evidence.inside,
-        )

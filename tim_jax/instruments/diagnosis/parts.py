@@ -17,8 +17,13 @@ import numpy as np
 from scipy.spatial import KDTree
 
 from tim_jax.instruments.diagnosis.evidence import AT_ONE
-from tim_jax.instruments.diagnosis.explanations import LEAST_MOVE, Explanation, Tokens, null
-from tim_jax.instruments.diagnosis.noise import NOTHING, fit_noise, noise_weights, penalty
+from tim_jax.instruments.diagnosis.explanations import (
+    LEAST_MOVE,
+    NOTHING,
+    Explanation,
+    Tokens,
+    penalty,
+)
 
 _ZERO_BELOW = -0.25  # exact log-prob of a token that no sound engine calls certain
 _NO_LOG_PROB = -20.0  # whole numbers up to here are sentinels
@@ -27,6 +32,7 @@ _RECURS = 5  # times, at tokens of different exact log-probs
 _BESIDE = 8  # recorded values on each side of it, with which it is compared
 _OFTENER = 5  # times as often as these it recurs; on a coarse grid every value recurs
 _MOST_VALUES = 3  # that recur in place of missing log-probs
+_LEAST_LEFT_OUT = 3  # tokens that are all that equal one, and left out
 _HEAD = 8  # tokens by which the row is looked for whose log-probs stand in another
 _LEAST_ROW = 3  # tokens of a row that can be told from another
 _LEAST_GAP = 0.01  # mean |d| of a row that is looked for among others
@@ -35,6 +41,7 @@ _BAD, _RARE = 0.1, 0.01  # nats and share of tokens that are taken for outside o
 # Nats by which an end token that is named but not there speaks for one that was stripped.
 _NAMED = 7.0
 _GOES_ON = 7.0  # and by which an end token that did not end a response speaks against it
+_MOST_ODD = 0.1  # of the tokens, in rows that differ while the others agree to the bit
 _SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -60,52 +67,61 @@ def part_of(tokens: Tokens, inside: np.ndarray) -> Part | None:
     return Part(tokens, np.flatnonzero(inside))
 
 
-def outside(tokens: Tokens, predicted: np.ndarray) -> np.ndarray:
-    """bool[N], tokens that are no noise about f64[N] predictions: more likely anywhere in 20 nats.
+def outside(tokens: Tokens) -> np.ndarray:
+    """bool[N], tokens that are no noise about the exact log-probs: likelier anywhere in 20 nats.
 
     The prior share of such tokens is a hundredth.
     """
-    residual = tokens.recorded - predicted
-    fitted = fit_noise(residual, noise_weights(tokens.evidence.exact))
-    far = fitted.densities + np.log1p(-_RARE) < NOTHING + np.log(_RARE)
-    return far & (np.abs(np.nan_to_num(residual)) > _BAD)
+    far = tokens.null_fit.densities + np.log1p(-_RARE) < NOTHING + np.log(_RARE)
+    return far & (np.abs(np.nan_to_num(tokens.gap)) > _BAD)
 
 
-def of_tokens(tokens: Tokens, base: Explanation) -> list[Explanation]:
+def of_few_rows(tokens: Tokens, rounding: float) -> Part | None:
+    """The rows that differ by more than `rounding`, if nearly all tokens are of others.
+
+    Sound engines may have other sums in some rows, such as those that they scored anew: these then
+    differ as half precision does.
+    """
+    gap = np.nan_to_num(np.abs(tokens.gap))
+    odd = np.asarray([own.max() > rounding for own in tokens.by_response(gap)])
+    part = part_of(tokens, odd[tokens.sequence])
+    few = part is not None and len(part.places) <= _MOST_ODD * int((~tokens.hidden).sum())
+    return part if few and not tokens.step else None
+
+
+def of_tokens(tokens: Tokens) -> Iterator[Explanation]:
     """What goes wrong in a part of the tokens or rows, and needs no other forward."""
-    found = (
-        _sentinels(tokens, base),
-        _clipped(tokens, base),
-        _other_rows(tokens, base),
-        _version(tokens, base),
-    )
-    return [one for one in found if one is not None]
+    yield from _sentinels(tokens)
+    yield from _clipped(tokens)
+    yield from _masks(tokens)
+    yield from _other_rows(tokens)
+    yield from _version(tokens)
 
 
-def _version(tokens: Tokens, base: Explanation) -> Explanation | None:
+def _version(tokens: Tokens) -> Iterator[Explanation]:
     """Rows whose recorded version of the weights is another one than those of the model.
 
     The version whose rows are nearest to the model's log-probs is the model's.
     """
     names = [r.version for r in tokens.responses]
     if None in names:
-        return None
+        return
     versions, of_row = np.unique(np.asarray(names), return_inverse=True)
     own = of_row[tokens.sequence]
     compared = np.unique(own[~tokens.hidden])  # a mask may hide all rows of a version
     if len(compared) < 2:
-        return None
-    gap = np.abs(tokens.recorded - base.predicted)
+        return
+    gap = np.abs(tokens.gap)
     sizes = [float(np.nanmedian(gap[own == i])) for i in compared]
     nearest = compared[np.argmin(sizes)]
     different = compared[compared != nearest]
     others = np.isin(own, different)
     named = " or ".join(repr(str(x)) for x in versions[different])
-    return base.as_fault(
+    yield tokens.null.as_fault(
         "other_version",
         f"the rows of weights_version {named} are of other weights than those of"
         f" {str(versions[nearest])!r}",
-        predicted=np.where(others, np.nan, base.predicted),
+        predicted=np.where(others, np.nan, tokens.exact),
         structure=-float(np.log(len(compared))),
         shows=np.flatnonzero(others & (gap > _BAD)),
         rows=np.flatnonzero(np.isin(of_row, different)),
@@ -113,7 +129,7 @@ def _version(tokens: Tokens, base: Explanation) -> Explanation | None:
 
 
 def up_to_some_token(
-    explanation: Explanation, tokens: Tokens, base: Explanation, gains: np.ndarray
+    explanation: Explanation, tokens: Tokens, gains: np.ndarray
 ) -> Explanation | None:
     """Weights that drew the first tokens of responses, until they were replaced in flight.
 
@@ -124,7 +140,7 @@ def up_to_some_token(
     """
     inside = np.zeros(len(gains), bool)
     cost, rows = 0.0, 0
-    for own in np.split(np.arange(len(gains)), tokens.lasts[:-1] + 1):
+    for own in tokens.by_response(np.arange(len(gains))):
         running = np.cumsum(gains[own])
         place = int(np.argmax(running))
         price = float(np.log(len(own) + 1))
@@ -134,31 +150,67 @@ def up_to_some_token(
     ends = inside[tokens.lasts]
     if not rows or ends.all() or not (inside & ~ends[tokens.sequence]).any():
         return None
+    where = f"up to some token of {rows} of {len(ends)} rows"
+    return _only(explanation, tokens, inside, where, structure=-cost)
+
+
+def in_some_rows(
+    explanation: Explanation, tokens: Tokens, gains: np.ndarray, *, few: bool = False
+) -> Explanation | None:
+    """An explanation that holds in those rows alone where it is likelier than the null.
+
+    Args:
+      gains: f64[N], nats by which it is likelier at each token.
+      few: None if it holds in most rows. Draws refute it in others, and most rows of a sound engine
+        have no such draw.
+
+    Returns:
+      None if it holds in all rows or in none, or says nothing of log-probs.
+    """
+    moved = np.abs(explanation.predicted - tokens.exact)
+    whole = explanation.structure or explanation.sizes is not None
+    if whole or not (np.nan_to_num(moved) > LEAST_MOVE)[~tokens.hidden].any():
+        return None
+    by_row = np.bincount(tokens.sequence, gains, minlength=len(tokens.responses))
+    chosen = by_row > 0
+    for _ in range(3):  # the share and the rows, in turn
+        share = min(max(chosen.mean(), 1 / len(chosen)), 1 - 1e-9)
+        chosen = by_row > np.log1p(-share) - np.log(share)
+    if chosen.all() or not chosen.any() or (few and 2 * chosen.sum() > len(chosen)):
+        return None
+    where = f"in {chosen.sum()} of {len(chosen)} rows"
+    return _only(explanation, tokens, chosen[tokens.sequence], where, structure=_choice(chosen))
+
+
+def _only(
+    explanation: Explanation, tokens: Tokens, inside: np.ndarray, where: str, *, structure: float
+) -> Explanation:
+    """The explanation inside, bool[N], and the null elsewhere."""
     return replace(
         explanation,
-        text=f"{explanation.text}, up to some token of {rows} of {len(ends)} rows",
-        predicted=np.where(inside, explanation.predicted, base.predicted),
-        drawn=np.where(inside, explanation.drawn, base.drawn),
-        structure=-cost,
+        text=f"{explanation.text}, {where}",
+        predicted=np.where(inside, explanation.predicted, tokens.exact),
+        drawn=np.where(inside, explanation.drawn, tokens.null.drawn),
+        structure=structure,
         rows=np.unique(tokens.sequence[inside]),
     )
 
 
-def _sentinels(tokens: Tokens, base: Explanation) -> Explanation | None:
+def _sentinels(tokens: Tokens) -> Iterator[Explanation]:
     """Numbers in place of log-probs that are missing: 0, -9999, or any that recurs."""
-    recorded, exact = tokens.recorded, base.predicted
+    recorded, exact = tokens.recorded, tokens.exact
     wrong = ((recorded == 0) & (exact < _ZERO_BELOW)) | (
         (recorded == np.round(recorded)) & (recorded <= _NO_LOG_PROB) & (exact - recorded > 2)
     )
-    wrong |= _recurring(recorded, exact, (np.abs(recorded - exact) > _APART) & ~wrong)
+    wrong |= _recurring(recorded, exact, (np.abs(tokens.gap) > _APART) & ~wrong)
     if not wrong.any():
-        return None
+        return
     values, counts = np.unique(recorded[wrong], return_counts=True)
     named = [f"{x:.7g}" for x in values[np.argsort(-counts)][:3]]
     text = f"{wrong.sum()} log-probs are {' or '.join(named)}: a sentinel, where none was recorded"
     if not values.any():
         text = f"{wrong.sum()} log-probs of uncertain tokens are exactly 0: none was recorded there"
-    return base.as_fault(
+    yield tokens.null.as_fault(
         "sentinel",
         text,
         predicted=np.where(wrong, recorded, exact),
@@ -167,14 +219,19 @@ def _sentinels(tokens: Tokens, base: Explanation) -> Explanation | None:
     )
 
 
-def _clipped(tokens: Tokens, base: Explanation) -> Explanation | None:
-    """Log-probs of which none is below some number, at which all recur that would be."""
-    recorded, exact = tokens.recorded, base.predicted
-    least = float(np.nanmin(recorded))
+def _clipped(tokens: Tokens) -> Iterator[Explanation]:
+    """Log-probs of which none is below some number, at which all recur that would be.
+
+    It is the least one of more rows than any other number is, as some rows alone may be clipped.
+    """
+    recorded, exact = tokens.recorded, tokens.exact
+    lows = [np.fmin.reduce(own) for own in tokens.by_response(recorded)]
+    values, counts = np.unique(lows, return_counts=True, equal_nan=False)
+    least = float(values[np.argmax(counts)])
     same = recorded == least
     if least > _ZERO_BELOW or same.sum() < _RECURS or (exact[same] > least + _APART).any():
-        return None  # at zero none was recorded
-    return base.as_fault(
+        return  # at zero none was recorded
+    yield tokens.null.as_fault(
         "clipped",
         f"log-probs are clipped at {least:.7g}, as {same.sum()} of them are",
         predicted=np.maximum(exact, least),
@@ -207,35 +264,84 @@ def _choice(chosen: np.ndarray) -> float:
     return sum(n * float(np.log(n / size)) for n in (count, size - count) if n)
 
 
-def _other_rows(tokens: Tokens, base: Explanation) -> Explanation | None:
+def _masks(tokens: Tokens) -> Iterator[Explanation]:
+    """Tokens that were left out because they equal one token, the pad token.
+
+    Left out are those that a loss mask hides, or that have a log-prob of exactly 0.
+    """
+    ids = np.concatenate([r.tokens for r in tokens.responses])
+    zero = (tokens.recorded == 0) & (tokens.gap > 1e-3)
+    padding = _padding(tokens)
+    for left_out in (tokens.hidden & ~padding, zero):
+        if left_out.sum() < _LEAST_LEFT_OUT:
+            continue
+        names, counts = np.unique(ids[left_out], return_counts=True)
+        token = names[np.argmax(counts)]
+        if (ids[left_out] != token).any() or not left_out[(ids == token) & ~padding].all():
+            continue
+        share = max((ids == token).mean(), 1 / len(ids))
+        text = f"every token {token} is left out, as by a mask made as `token != pad`"
+        if _behind_an_end(tokens)[left_out].all():
+            text = f"responses are filled up with token {token} behind their end, without a mask"
+        yield tokens.null.as_fault(
+            "pad_mask",
+            text,
+            predicted=np.where(left_out, 0.0, tokens.exact),
+            structure=-float(left_out.sum()) * np.log(share),
+            shows=np.flatnonzero(left_out),
+        )
+
+
+def _behind_an_end(tokens: Tokens) -> np.ndarray:
+    """bool[N], tokens that stand somewhere behind an end token of their response."""
+    ends = (np.isin(r.tokens, tokens.stop_tokens) for r in tokens.responses)
+    return np.concatenate([np.cumsum(own) > own for own in ends])
+
+
+def _padding(tokens: Tokens) -> np.ndarray:
+    """bool[N], what a loss mask hides behind a response: nothing that was drawn.
+
+    But for a first token there that ends the response.
+    """
+    behind = []
+    for response in tokens.responses:
+        kept, stops = response.kept, np.isin(response.tokens, tokens.stop_tokens)
+        start = np.flatnonzero(kept)[-1] + 1 if kept.any() else 0
+        ended = start > 0 and stops[start - 1]
+        if start < len(kept) and not ended and stops[start]:
+            start += 1
+        behind.append(np.arange(len(kept)) >= start)
+    return np.concatenate(behind)
+
+
+def _other_rows(tokens: Tokens) -> Iterator[Explanation]:
     """Rows whose log-probs are those of another row.
 
     The row is looked for among those that have the nearest first log-probs.
     """
-    places = np.split(np.arange(len(tokens.sequence)), tokens.lasts[:-1] + 1)
+    places = tokens.by_response(np.arange(len(tokens.sequence)))
     seen = [own[~tokens.hidden[own]] for own in places]
-    exact, recorded = base.predicted, tokens.recorded
-    heads = np.stack([_head(exact[own]) for own in seen])
+    exact, recorded = tokens.exact, tokens.recorded
+    heads, wanted = (np.stack([_head(x[own]) for own in seen]) for x in (exact, recorded))
     near = min(_NEAREST, len(seen))
-    wanted = np.stack([_head(recorded[own]) for own in seen])
     nearest = np.reshape(KDTree(heads).query(wanted, k=near, p=1)[1], (len(seen), near))
     predicted, pairs = exact.copy(), []
     for row, own in enumerate(seen):
-        gap = np.abs(recorded[own] - exact[own])
+        gap = np.abs(tokens.gap[own])
         if len(own) < _LEAST_ROW or gap.mean() < _LEAST_GAP:
             continue
         others = [exact[seen[other]] for other in nearest[row]]
         gaps = [np.abs(recorded[own][: len(x)] - x[: len(own)]).mean() for x in others]
         best = int(np.argmin(gaps))
-        if gaps[best] < gap.mean() / 5 and 2 * len(others[best]) > len(own):
-            size = min(len(own), len(others[best]))
+        size = min(len(own), len(others[best]))
+        if gaps[best] < gap[:size].mean() / 5 and 2 * size > len(own):
             predicted[own], predicted[own[:size]] = np.nan, others[best][:size]
             pairs.append((row, int(nearest[row, best])))
     if not pairs:
-        return None
+        return
     chosen = np.isin(np.arange(len(seen)), [row for row, _ in pairs])
     first, second = (tokens.responses[i].where for i in pairs[0])
-    return base.as_fault(
+    yield tokens.null.as_fault(
         "other_row",
         f"{len(pairs)} of {len(seen)} rows hold the log-probs of another row, as {first} holds"
         f" those of {second}",
@@ -250,39 +356,6 @@ def _head(log_probs: np.ndarray) -> np.ndarray:
     return np.pad(head, (0, _HEAD - len(head)))
 
 
-def in_some_rows(
-    explanation: Explanation, tokens: Tokens, base: Explanation, gains: np.ndarray
-) -> Explanation | None:
-    """An explanation that holds in those rows alone where it is likelier than the null.
-
-    Args:
-      gains: f64[N], nats by which it is likelier at each token.
-
-    Returns:
-      None if it holds in all rows or in none, or says nothing of log-probs.
-    """
-    moved = np.abs(explanation.predicted - base.predicted)
-    whole = explanation.structure or explanation.sizes is not None
-    if whole or not (np.nan_to_num(moved) > LEAST_MOVE)[~tokens.hidden].any():
-        return None
-    by_row = np.bincount(tokens.sequence, gains, minlength=len(tokens.responses))
-    chosen = by_row > 0
-    for _ in range(3):  # the share and the rows, in turn
-        share = min(max(chosen.mean(), 1 / len(chosen)), 1 - 1e-9)
-        chosen = by_row > np.log1p(-share) - np.log(share)
-    if chosen.all() or not chosen.any():
-        return None
-    inside = chosen[tokens.sequence]
-    return replace(
-        explanation,
-        text=f"{explanation.text}, in {chosen.sum()} of {len(chosen)} rows",
-        predicted=np.where(inside, explanation.predicted, base.predicted),
-        drawn=np.where(inside, explanation.drawn, base.drawn),
-        structure=_choice(chosen),
-        rows=np.flatnonzero(chosen),
-    )
-
-
 def ending(tokens: Tokens) -> Iterator[Explanation]:
     """An end token that was stripped, or replaced by another under its log-prob."""
     if not tokens.stop_tokens and all(r.end is None for r in tokens.responses):
@@ -291,14 +364,13 @@ def ending(tokens: Tokens) -> Iterator[Explanation]:
     otherwise = np.asarray([r.ended in ("cut", "other") for r in tokens.responses])
     suspect = ~_has_end(tokens) & ~otherwise & ~tokens.hidden[tokens.lasts]
     if suspect.any():
-        base = null(tokens)
-        yield from _other_end(tokens, base, suspect)
+        yield from _other_end(tokens, suspect)
         if tokens.stop_tokens:
-            yield from _replaced(tokens, base, suspect)
-        yield from _stripped(tokens, base, suspect)
+            yield from _replaced(tokens, suspect)
+        yield from _stripped(tokens, suspect)
 
 
-def _other_end(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterator[Explanation]:
+def _other_end(tokens: Tokens, suspect: np.ndarray) -> Iterator[Explanation]:
     """A token that ends responses though it is no end token of the model.
 
     Under the null a response ends after any token with the same chance; if this one ends it, then
@@ -316,7 +388,7 @@ def _other_end(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterat
     if 2 * count <= suspect.sum() or inside:
         return
     hazard = suspect.sum() / (~tokens.hidden).sum()
-    yield base.as_fault(
+    yield tokens.null.as_fault(
         "other_end_token",
         f"the engine ends responses at token {token}, as it did {count} of {suspect.sum()}"
         " times, which is no end token of the model",
@@ -325,7 +397,7 @@ def _other_end(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterat
     )
 
 
-def _replaced(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterator[Explanation]:
+def _replaced(tokens: Tokens, suspect: np.ndarray) -> Iterator[Explanation]:
     """Last tokens that are no end tokens, but have the log-prob of one."""
     suspects = tokens.lasts[suspect]
     stops = tokens.evidence.stops[suspects].astype(np.float64)
@@ -333,17 +405,16 @@ def _replaced(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterato
     temperature = np.asarray([r.declared.temperature or 1.0 for r in tokens.responses])
     moved = (stops - own[:, None]) / temperature[suspect][:, None]
     raw = np.asarray([r.declared.raw for r in tokens.responses])[suspect][:, None]
-    processed = base.predicted[suspects][:, None] + moved
+    processed = tokens.exact[suspects][:, None] + moved
     of_stop = np.where(raw, tokens.evidence.raw_stops[suspects].astype(np.float64), processed)
     gap = np.abs(tokens.recorded[suspects][:, None] - of_stop)
-    predicted = base.predicted.copy()
     # The end token where its log-prob is the one that was recorded, the token itself elsewhere.
     nearest = of_stop[np.arange(len(gap)), np.argmin(gap, axis=1)]
-    own_gap = np.abs(tokens.recorded[suspects] - predicted[suspects])
-    replaced = gap.min(axis=1) < own_gap
-    predicted[suspects] = np.where(replaced, nearest, predicted[suspects])
+    replaced = gap.min(axis=1) < np.abs(tokens.gap[suspects])
+    predicted = tokens.exact.copy()
+    predicted[suspects[replaced]] = nearest[replaced]
     if replaced.any():
-        yield base.as_fault(
+        yield tokens.null.as_fault(
             "end_token_replaced",
             "another token stands where the end token stood, under the end token's log-prob",
             predicted=predicted,
@@ -352,7 +423,7 @@ def _replaced(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterato
         )
 
 
-def _stripped(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterator[Explanation]:
+def _stripped(tokens: Tokens, suspect: np.ndarray) -> Iterator[Explanation]:
     """Responses that end where the model draws an end token, without one.
 
     Under the null a response ends for a reason of its own, with the same chance after every token
@@ -373,7 +444,7 @@ def _stripped(tokens: Tokens, base: Explanation, suspect: np.ndarray) -> Iterato
     odds, rest = _odds(tokens, stripped, going)
     rest -= _GOES_ON * _stops_inside(tokens)
     gain, lost = _mixed(odds + np.where(named[stripped], _NAMED, 0.0))
-    yield base.as_fault(
+    yield tokens.null.as_fault(
         "end_token_stripped",
         "the end token was stripped: responses end where one was due, and have none",
         structure=rest + gain,

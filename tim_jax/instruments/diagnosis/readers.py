@@ -25,8 +25,7 @@ from typing import Any
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.common.inputs import shown
 from tim_jax.instruments.diagnosis import declared
-from tim_jax.instruments.diagnosis.lines import Row, plain_values, read_lines
-from tim_jax.instruments.diagnosis.texts import SHAPING
+from tim_jax.instruments.diagnosis.rows import SHAPING, Row, plain_values, read_lines
 
 FORMATS = ("auto", "plain", "vllm", "sglang", "verl", "trl", "tunix")
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
@@ -55,13 +54,21 @@ NAMES = {
     "routes": ("routed_experts", "rollout_routed_experts"),
     "episode": ("episode_id", "trajectory_id"),
 }
-# What a recorder of another system may add beside a row's own fields.
-_RECORDED = ("sampling_mask", "kept_log_mass", "routed_experts")
+_SCALARS = ("finish_reason", "weights_version", "supports", "routes", "episode")  # not lists alone
 _WHOLE = ("input_ids", "tokens")
 _NO_LOSS = -100
-_SCALARS = ("finish_reason", "weights_version", "supports", "routes", "episode")  # not lists alone
 _OF_EPISODES = ("episode", "turn", "turn_token_ids")
-_RECORDED_BESIDE = ("weights_version", "mask", "supports", "kept_log_mass", "routes")
+_REPLAYED = ("supports", "kept_log_mass", "routes")
+_BESIDE = ("weights_version", "mask", *_REPLAYED)
+# What a line of verl, TRL or tunix may say of its rows; the first have a value for each token.
+_OF_TOKENS = ("supports", "kept_log_mass", "top_logprobs")
+_CARRIED = (
+    *("finish_reason", "stop_reason", "weights_version", "routes", *_OF_EPISODES),
+    *_OF_TOKENS,
+)
+_VERL_MASKS = ("response_mask", "loss_mask", "mask")
+# All of them are 1 at a token that the policy drew; `completion_mask` is 0 at pads.
+_TRL_MASKS = ("mask", "completion_mask", "env_mask", "tool_mask")
 _WHOLE_NUMBERS = (
     *("turn", "stop_reason", "response_length", "prompt_length", "weights_version"),
     *NAMES["weights_version"],
@@ -89,7 +96,7 @@ def read(
             yield line
             continue
         try:
-            yield from rows(line.values, line.where, form=form, pad=pad)
+            yield from _rows(line, form, pad)
         except InputError as error:
             yield error
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -99,32 +106,34 @@ def read(
             yield InputError(f"{line.where}: not in the shape of {name}: {reason}")
 
 
-def rows(values: Any, where: str, *, form: str = "auto", pad: int | None = None) -> Iterator[Row]:
+def _rows(given: Row, form: str, pad: int | None) -> Iterator[Row]:
     """One line, of one of the formats, as the rows that it holds."""
-    if not isinstance(values, Mapping):
-        raise InputError(f"{where}: must be an object with keys, got {shown(values)}")
-    line = plain_values(values, whole=_WHOLE_NUMBERS)
+    if not isinstance(given.values, Mapping):
+        raise InputError(f"{given.where}: must be an object with keys, got {shown(given.values)}")
+    line = values = plain_values(given.values, whole=_WHOLE_NUMBERS)
     asked: Mapping[str, Any] = {}
-    values, wrapped = line, False
+    around: list[Mapping[str, Any]] = []
     if isinstance(line.get("request"), Mapping) and isinstance(line.get("response"), Mapping):
-        asked, wrapped = line["request"], True
+        asked, around = line["request"], [line]
         values = _with_prompt(line["response"], asked)
     name = detect(values) if form == "auto" else form
     try:
-        given = _shaping(asked) | declared.asked(asked, values, *[line] if wrapped else [])
+        of_all = _shaping(asked) | declared.asked(asked, values, *around)
         several = list(tunix(values, pad=pad) if name == "tunix" else _READERS[name](values))
-        if name in ("vllm", "sglang"):  # the other readers take these from the line themselves
-            given |= _beside(values, len(several))
-        if wrapped:
-            given |= _beside(line, len(several))
+        # The other readers take what stands beside a response from the line themselves.
+        for one in [*([values] if name in ("vllm", "sglang") else []), *around]:
+            of_all |= _beside(one, len(several))
     except InputError as error:
-        raise InputError(f"{where}: {error}") from None
-    given |= {key: line[key] for key in _OF_EPISODES if line.get(key) is not None}
+        raise InputError(f"{given.where}: {error}") from None
+    of_all |= {key: line[key] for key in _OF_EPISODES if line.get(key) is not None}
     for number, row in enumerate(several):
-        place = where if len(several) == 1 else f"{where}, response {number}"
-        own = {key: x for key, x in row.items() if x is not None or key not in given}
-        own = {key: x for key, x in own.items() if key not in declared.IN_REQUESTS}
-        yield Row(given | own, place)
+        own = {
+            key: x
+            for key, x in row.items()
+            if (x is not None or key not in of_all) and key not in declared.IN_REQUESTS
+        }
+        response = "" if len(several) == 1 else f", response {number}"
+        yield Row(of_all | own, f"{given.where}{response}")
 
 
 def _shaping(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,12 +145,18 @@ def _shaping(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _beside(values: Mapping[str, Any], responses: int) -> dict[str, Any]:
     """What a recorder put beside a response, or beside a request and its response."""
-    names = {key: _name_in(values, key) for key in _RECORDED_BESIDE}
-    given = {key: values[name] for key, name in names.items() if values.get(name) is not None}
+    given = _named(values, _BESIDE)
     for key in given:
         if responses > 1 and key != "weights_version":
-            raise InputError(f"{names[key]} stands beside {responses} responses; say whose it is")
+            name = _name_in(values, key)
+            raise InputError(f"{name} stands beside {responses} responses; say whose it is")
     return given
+
+
+def _named(values: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """What a line says of some keys, by whatever names it has for them."""
+    found = {key: values.get(_name_in(values, key)) for key in keys}
+    return {key: x for key, x in found.items() if x is not None}
 
 
 def _with_prompt(values: Mapping[str, Any], asked: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -217,14 +232,9 @@ def vllm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "text": choice.get("text") or message.get("content"),
             "prompt": values.get("prompt"),
             **_ending(choice),
-            **_recorded(choice),
+            **_named(choice, _REPLAYED),
             "weights_version": values.get("weights_version"),
         }
-
-
-def _recorded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine recorded of truncation and routing beside a response."""
-    return renamed({name: values[name] for name in _RECORDED if values.get(name) is not None})
 
 
 def _ending(choice: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,7 +276,7 @@ def _request_output(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "text": output.get("text"),
             "prompt": values.get("prompt"),
             **_ending(output),
-            **_recorded(output),
+            **_named(output, _REPLAYED),
         }
 
 
@@ -298,7 +308,7 @@ def sglang(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         "prompt": values.get("prompt"),
         "finish_reason": meta.get("finish_reason"),
         "weights_version": meta.get("weight_version"),
-        **_recorded(meta),
+        **_named(meta, _REPLAYED),
     }
 
 
@@ -310,15 +320,14 @@ def verl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             " responses, attention_mask and rollout_log_probs of the batch, with"
             " rollout.calculate_log_probs=True"
         )
-    for row in _batch(values, "prompts", _VERL):
-        prompt, response = row["prompts"], row["responses"]
-        attended = row["attention_mask"]
+    names = ("responses", "attention_mask", "rollout_log_probs")
+    for row in _batch(values, "prompts", (*names, *_VERL_MASKS)):
+        prompt, response, attended = row["prompts"], row["responses"], row["attention_mask"]
         if len(attended) != len(prompt) + len(response):
             raise InputError(
                 f"attention_mask has {len(attended)} places for {len(prompt)} + {len(response)}"
             )
-        inside = attended[len(prompt) :]
-        count = sum(1 for x in inside if x)
+        count = sum(1 for x in attended[len(prompt) :] if x)
         yield _carried(row, count) | {
             "prompt_token_ids": [t for t, a in zip(prompt, attended, strict=False) if a],
             "response_token_ids": response[:count],
@@ -346,8 +355,7 @@ def _verl_mask(row: Mapping[str, Any], before: int, size: int, count: int) -> li
     A `response_mask` is of the response alone, the `loss_mask` of verl's multi-turn batches of the
     prompt as well.
     """
-    names = ("response_mask", "loss_mask", "mask")
-    name = next((x for x in names if row.get(x) is not None), None)
+    name = next((x for x in _VERL_MASKS if row.get(x) is not None), None)
     if name is None:
         return None
     mask = row[name]
@@ -357,9 +365,6 @@ def _verl_mask(row: Mapping[str, Any], before: int, size: int, count: int) -> li
             " with the prompt's"
         )
     return mask[len(mask) - size :][:count]
-
-
-_VERL = ("responses", "attention_mask", "rollout_log_probs", "response_mask", "loss_mask", "mask")
 
 
 def trl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -393,10 +398,6 @@ def trl(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "mask": _trl_mask(row, len(ids)),
             "routes": _attended_routes(row, [*attended, *[1] * len(ids)]),
         }
-
-
-# All of them are 1 at a token that the policy drew; `completion_mask` is 0 at pads.
-_TRL_MASKS = ("mask", "completion_mask", "env_mask", "tool_mask")
 
 
 def _with_each_prompt(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -454,36 +455,28 @@ def _batch(values: Mapping[str, Any], first: str, rest: Sequence[str]) -> Iterat
     They have the keys `first`, `rest` and `_CARRIED` by these names, whatever the line calls them.
     What is no list in a batch is of all its rows.
     """
-    names = {key: _name_in(values, key) for key in (first, *rest, *_CARRIED)}
-    given = {key: values[name] for key, name in names.items() if values.get(name) is not None}
-    head = values[names[first]]
+    given = _named(values, (first, *rest, *_CARRIED))
+    name = _name_in(values, first)
+    head = values[name]
     if not isinstance(head[0], Sequence):
         yield given
         return
     for key, several in given.items():
         if isinstance(several, list) and len(several) != len(head):
             raise InputError(
-                f"{names[key]} has {len(several)} sequences, but {names[first]} has {len(head)};"
+                f"{_name_in(values, key)} has {len(several)} sequences, but {name} has {len(head)};"
                 " there must be as many"
             )
     for number in range(len(head)):
         yield {key: x[number] if isinstance(x, list) else x for key, x in given.items()}
 
 
-# What any system may say of a row; the second group has a value for each response token.
-_OF_TOKENS = ("supports", "kept_log_mass", "top_logprobs")
-_CARRIED = (
-    *("finish_reason", "stop_reason", "weights_version", "routes", *_OF_EPISODES),
-    *_OF_TOKENS,
-)
-
-
 def _carried(row: Mapping[str, Any], count: int | None = None) -> dict[str, Any]:
     """What a row says besides its tokens, of its first `count` tokens where it is of tokens."""
-    given = {key: row[key] for key in _CARRIED if row.get(key) is not None}
     return {
-        key: x[:count] if key in _OF_TOKENS and isinstance(x, list) else x
-        for key, x in given.items()
+        key: row[key][:count] if key in _OF_TOKENS and isinstance(row[key], list) else row[key]
+        for key in _CARRIED
+        if row.get(key) is not None
     }
 
 

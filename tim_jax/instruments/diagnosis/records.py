@@ -5,7 +5,6 @@ import itertools
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -35,6 +34,7 @@ _MOST = 0.5  # of the gap, that low precision explains if the whole is called so
 _ROWS = 5  # rows of a bad part in the text
 _LENGTH_BINS = 6
 _CONTEXT = 6  # tokens before one that is shown
+_BAR = 40  # characters of the longest bar
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -45,15 +45,17 @@ def as_record(
     """Everything that a report says, as plain values.
 
     Keys: `state` ("exact", "numerics", "undecided", "fault"), `verdict` (a sentence), `sizes`,
-    `normal`, `explanation` and `remains` (None without one), `nearest` (whether what remains is no
-    numerics either, so that the explanation is not the cause, or not the only one),
-    `half_precision` (None if the differences are more than twice those that it makes on this
-    model), `first` (the first token that shows a fault), `part` (of a fault that touches less than
-    half of the tokens: its `rows`, `positions` in them, and the sizes of the `others`; else None),
-    `routing` (of a mixture whose experts were recorded: `agreement` of each layer, the `share` of
-    the gap that is due to them, and what then `remains`), `versions` (of the weights, with their
-    rows and sizes), `turns` (episodes of several turns that do not hold what was drawn: the fields
-    of `turns.Break` and `turns.Broken`), `explanations` (all that were tried, the most likely
+    `rounded_to` (the decimal step that log-probs were rounded to, such as 0.1, or 0: sizes are of
+    what is beyond half of it), `normal`, `explanation` and `remains` (None without one), `nearest`
+    (whether what remains is no numerics either, so that the explanation is not the cause, or not
+    the only one), `more` (the sizes of what remains where the explanation changes nothing, if they
+    are of no numerics), `half_precision` (None if the differences are more than twice those that it
+    makes on this model), `first` (the first token that shows a fault), `part` (of a fault that
+    touches less than half of the tokens: its `rows`, `positions` in them, and the sizes of the
+    `others`; else None), `routing` (of a mixture whose experts were recorded: `agreement` of each
+    layer, the `share` of the gap that is due to them, and what then `remains`), `versions` (of the
+    weights, with their rows and sizes), `turns` (episodes of several turns that do not hold what
+    was drawn: the fields of `turns.Break`), `explanations` (all that were tried, the most likely
     first), `metrics` and `profiles` (of `tim_jax.metrics`, and `by_length`), `worst` tokens,
     `assumed` (what no row says, and the option for it), `warnings`.
     """
@@ -61,7 +63,7 @@ def as_record(
     columns = _columns(tokens)
     numbers, profiles = jax.device_get(_compare(*map(jnp.asarray, columns)))
     best = verdict.best
-    gap = np.nan_to_num(np.abs(tokens.recorded - tokens.evidence.exact))
+    gap = np.nan_to_num(np.abs(tokens.gap))
     worst = np.argsort(-gap, kind="stable")[:WORST].tolist()
     return {
         "state": verdict.state,
@@ -69,20 +71,19 @@ def as_record(
         "tokens": int((~tokens.hidden).sum()),
         "responses": len(tokens.responses),
         "sizes": verdict.sizes,
+        "rounded_to": tokens.step,
         "normal": {"k3": NORMAL_K3, "mean": NORMAL_MEAN, "largest": NORMAL_LARGEST},
-        "explanation": None if best is None else _judged(best),
+        "explanation": _judged(best),
         "nearest": verdict.nearest,
-        "half_precision": None if verdict.half is None else _judged(verdict.half),
+        "more": verdict.more,
+        "half_precision": _judged(verdict.half),
         "remains": None if best is None else sizes_of(best.residual),
-        "second": None if verdict.second is None else _judged(verdict.second),
+        "second": _judged(verdict.second),
         "first": None if verdict.first is None else _place(verdict.first, tokens, decode),
         "part": None if verdict.part is None else _part(verdict.part),
-        "routing": None if verdict.agreement is None else _routing(verdict),
+        "routing": _routing(verdict),
         "versions": _versions(tokens),
-        "turns": [
-            {"where": one.where, "episode": one.episode, "fault": one.fault} | one.found._asdict()
-            for one in verdict.breaks
-        ],
+        "turns": [one._asdict() for one in verdict.breaks],
         "explanations": [_judged(one) for one in verdict.judged],
         "metrics": {name: float(value) for name, value in numbers.items()},
         "profiles": _profiles(profiles, columns),
@@ -100,6 +101,9 @@ def sentence(verdict: Verdict) -> str:
     if verdict.state == "exact":
         return "Exact: every recorded log-prob has the bits of the exact forward."
     if verdict.state == "numerics":
+        if not sizes["largest"]:
+            step = f"{verdict.tokens.step:g}"
+            return f"This is numerics: log-probs are rounded to {step}, and differ by no more."
         source, half, where = source or "; of no source tried here", verdict.half, "among engines"
         if half is not None and abnormal(sizes):
             what = half.explanation.text.removeprefix(variants.LOW)
@@ -109,7 +113,7 @@ def sentence(verdict: Verdict) -> str:
         count = int((~verdict.tokens.hidden).sum())
         few = f"{_count(count, 'token')} {'is' if count == 1 else 'are'} too few"
         return f"Undecided: {few} to tell numerics of this size from a fault ({size})."
-    is_fault = best is not None and best.explanation.kind == "fault"
+    is_fault = best is not None and best.kind == "fault"
     cause = best.explanation.text if best is not None and is_fault else ""
     if best is not None and verdict.nearest:
         cause += f", which explains {100 * best.share:.0f}% of the gap"
@@ -123,7 +127,10 @@ def sentence(verdict: Verdict) -> str:
     if verdict.nearest:
         return f"This is a fault that no known cause explains; nearest is: {cause}."
     if cause:
-        return f"This is a fault: {cause}."
+        more = ""
+        if verdict.more is not None:
+            more = f" Other tokens differ by more than numerics, too ({_sizes(verdict.more)})."
+        return f"This is a fault: {cause}.{more}"
     if (part := verdict.part) is not None:
         count, rows = len(part.places), len(np.unique(part.tokens.sequence[part.places]))
         whole = int((~verdict.tokens.hidden).sum()), len(verdict.tokens.responses)
@@ -145,6 +152,8 @@ def text(record: dict[str, Any]) -> str:
         f" (normal: up to {NORMAL_MEAN:g}, {NORMAL_LARGEST:g} and {NORMAL_K3:g})",
     ]
     lines += [record["assumed"]] if record["assumed"] else []
+    if step := record["rounded_to"]:
+        lines.append(f"Log-probs are rounded to {step:g}; differences count beyond half of that")
     if record["explanation"] is not None:
         lines.append(_explained(record["explanation"], record["remains"]))
     elif record["state"] == "fault":
@@ -158,16 +167,20 @@ def text(record: dict[str, Any]) -> str:
         lines.append(_sentence_of_part(record["part"]))
     lines += [_sentence_of_routing(record["routing"])] if record["routing"] else []
     lines += [_sentence_of_versions(record["versions"])] if len(record["versions"]) > 1 else []
-    lines += [f"{one['where']}: {one['message']}" for one in record["turns"][:_ROWS]]
-    more = len(record["turns"]) - _ROWS
-    lines += [f"and {more} more episodes with turns that changed"] if more > 0 else []
+    turns = [f"{one['where']}: {one['message']}" for one in record["turns"]]
+    lines += _few(turns, "more episodes with turns that changed")
     lines += [f"warning: {line}" for line in record["warnings"]]
     worth = filter(_worth_showing, record["explanations"])
-    shown = _first_of_each_name(worth)[:_SHOWN]
-    if shown:
+    if shown := _first_of_each_name(worth)[:_SHOWN]:
         lines += ["", f"{'gain, nats':>11}  {'of the gap':<11}  explanation"]
         lines += [_row(one) for one in shown]
     return "\n".join(lines)
+
+
+def _few(lines: Sequence[str], more: str = "more") -> list[str]:
+    """The first lines, and how many more there are."""
+    hidden = len(lines) - _ROWS
+    return [*lines[:_ROWS], *([f"and {hidden} {more}"] if hidden > 0 else [])]
 
 
 def _first_of_each_name(explanations: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -185,8 +198,11 @@ def _row(one: dict[str, Any]) -> str:
 
 
 def _worth_showing(one: dict[str, Any]) -> bool:
-    """Whether an explanation is likelier than none, and explains anything of what it is about."""
-    if one["gain"] <= 0 or one["matches"] == "sizes":
+    """Whether an explanation is likelier than none, and explains anything of what it is about.
+
+    Not if it is refuted by draws, whatever else speaks for it.
+    """
+    if one["gain"] <= 0 or one["matches"] == "sizes" or one["refuted"]:
         return False
     return one["share"] >= LEAST_LOCAL or not one["moves"]
 
@@ -195,11 +211,13 @@ def _share(one: dict[str, Any]) -> str:
     return f"{100 * one['share']:.1f}%" if one["moves"] else "draws, ends"
 
 
-def _judged(one: Judged) -> dict[str, Any]:
+def _judged(one: Judged | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
     return {
         **{name: getattr(one.explanation, name) for name in ("name", "text", "kind", "parameters")},
-        "matches": "sizes" if one.explanation.sizes is not None else "tokens",
-        **{name: getattr(one, name) for name in ("gain", "share", "moves", "remains", "scale")},
+        "matches": "sizes" if one.by_sizes else "tokens",
+        **{x: getattr(one, x) for x in ("gain", "share", "moves", "remains", "scale", "refuted")},
         "tokens": len(one.tokens.sequence),
     }
 
@@ -207,7 +225,7 @@ def _judged(one: Judged) -> dict[str, Any]:
 def _place(one: Place, tokens: Tokens, decode: Decode) -> dict[str, Any]:
     response = next(r for r in tokens.responses if r.where == one.where)
     before = (*response.prompt, *response.tokens[: one.position])[-_CONTEXT:]
-    return asdict(one) | {"text": decode([one.token]), "context": decode(before)}
+    return one._asdict() | {"text": decode([one.token]), "context": decode(before)}
 
 
 def _sentence_of(one: dict[str, Any]) -> str:
@@ -239,29 +257,29 @@ def _part(part: Part) -> dict[str, Any]:
         {"where": tokens.responses[i].where, "positions": positions[owners == i].tolist()}
         for i in dict.fromkeys(owners.tolist())
     ]
-    others = np.delete(tokens.recorded - tokens.evidence.exact, part.places)
-    return {"tokens": len(part.places), "rows": rows, "others": sizes_of(others)}
+    others = sizes_of(np.delete(tokens.gap, part.places))
+    return {"tokens": len(part.places), "rows": rows, "others": others}
 
 
 def _sentence_of_part(part: dict[str, Any]) -> str:
     rows = part["rows"]
-    places = [one["where"] for one in rows[:_ROWS]]
+    places = [one["where"] for one in rows]
     short = [x[max(x.rfind("line "), x.find("row "), 0) :] for x in places]  # without the file
-    named = [f"{x} ({len(one['positions'])})" for x, one in zip(short, rows, strict=False)]
-    more = [f"and {len(rows) - _ROWS} more"] if len(rows) > _ROWS else []
+    named = [f"{x} ({len(one['positions'])})" for x, one in zip(short, rows, strict=True)]
     return (
         f"The part of {_count(part['tokens'], 'token')} lies in {_count(len(rows), 'row')}:"
-        f" {', '.join((*named, *more))}; the other tokens: {_sizes(part['others'])}"
+        f" {', '.join(_few(named))}; the other tokens: {_sizes(part['others'])}"
     )
 
 
-def _routing(verdict: Verdict) -> dict[str, Any]:
+def _routing(verdict: Verdict) -> dict[str, Any] | None:
     """How many of the recorded experts are the model's own, and the gap that others make."""
-    agreement = np.asarray(verdict.agreement)
-    replayed = [one for one in verdict.judged if one.explanation.name == "routing"]
-    plain = next((one for one in replayed if one.explanation.sizes is None), None)
+    if verdict.agreement is None:
+        return None
+    replayed = (one for one in verdict.judged if one.name == "routing" and not one.by_sizes)
+    plain = next(replayed, None)
     return {
-        "agreement": agreement.tolist(),
+        "agreement": verdict.agreement.tolist(),
         "share": 0.0 if plain is None else plain.share,
         "remains": None if plain is None else sizes_of(plain.residual),
     }
@@ -276,19 +294,19 @@ def _sentence_of_routing(one: dict[str, Any]) -> str:
     )
     if one["remains"] is None:
         return text
-    return f"{text}; with the recorded ones {100 * one['share']:.1f}% of the gap are gone, and" + (
-        f" there is left: {_sizes(one['remains'])}"
+    return (
+        f"{text}; with the recorded ones {100 * one['share']:.1f}% of the gap are gone, and there"
+        f" is left: {_sizes(one['remains'])}"
     )
 
 
 def _versions(tokens: Tokens) -> list[dict[str, Any]]:
     """The sizes of the gap by the recorded version of the weights; empty if none is recorded."""
     names = [r.version for r in tokens.responses]
-    gap = tokens.recorded - tokens.evidence.exact
     found = []
     for name in dict.fromkeys(name for name in names if name is not None):
         own = np.asarray([x == name for x in names])
-        sizes = sizes_of(gap[own[tokens.sequence]])
+        sizes = sizes_of(tokens.gap[own[tokens.sequence]])
         found.append({"version": name, "rows": int(own.sum()), "sizes": sizes})
     return found
 
@@ -296,10 +314,9 @@ def _versions(tokens: Tokens) -> list[dict[str, Any]]:
 def _sentence_of_versions(versions: Sequence[dict[str, Any]]) -> str:
     each = [
         f"{one['version']} ({_count(one['rows'], 'row')}): {_sizes(one['sizes'])}"
-        for one in versions[:_ROWS]
+        for one in versions
     ]
-    more = [f"and {len(versions) - _ROWS} more"] if len(versions) > _ROWS else []
-    return f"By weights_version: {'; '.join((*each, *more))}"
+    return f"By weights_version: {'; '.join(_few(each))}"
 
 
 def _count(number: int, what: str) -> str:
@@ -352,63 +369,48 @@ _STYLE = """
 .fault, .numerics, .exact { border-left: 6px solid #1b7f3b; padding-left: 1rem; }
 .fault { border-color: #b3261e; } .undecided { border-color: #b58900; } table { width: 100%; }
 td, th { text-align: right; } td:first-child, th:first-child { text-align: left; }
-.bar { background: #4a7ebb; height: .7rem; display: inline-block; }
 """
 
 
 def as_html(record: dict[str, Any], title: str) -> str:
     """The record as a page of its own."""
-    sections = [
-        _table(
-            "Explanations",
-            ("explanation", "gain, nats", "of the gap", "remains, mean |d|"),
-            [
-                (one["text"], f"{one['gain']:.1f}", _share(one), f"{one['remains']:.3g}")
-                for one in filter(_worth_showing, record["explanations"])
-            ],
-        ),
-        _table(
-            "Worst tokens",
-            ("token", "where", "recorded", "exact"),
-            [
-                (
-                    f"{one['context']}[{one['text']}]",
-                    f"{one['where']}, token {one['position']}",
-                    f"{one['recorded']:.4f}",
-                    f"{one['exact']:.4f}",
-                )
-                for one in record["worst"]
-            ],
-        ),
-        *(_profile(name, bins) for name, bins in record["profiles"].items()),
-        _table(
-            "Metrics",
-            ("metric", "value"),
-            [(name, f"{value:.6g}") for name, value in record["metrics"].items()],
-        ),
+    explained = [
+        (one["text"], f"{one['gain']:.1f}", _share(one), f"{one['remains']:.3g}")
+        for one in filter(_worth_showing, record["explanations"])
     ]
-    head = f"<h1>{html.escape(record['verdict'])}</h1>{pages.paragraphs(_summary(record))}"
-    body = f'<div class="{record["state"]}">{head}</div>\n' + "\n".join(sections)
-    return pages.page(title, body, style=_STYLE)
+    worst = [
+        (
+            f"{one['context']}[{one['text']}]",
+            f"{one['where']}, token {one['position']}",
+            f"{one['recorded']:.4f}",
+            f"{one['exact']:.4f}",
+        )
+        for one in record["worst"]
+    ]
+    measured = [(name, f"{value:.6g}") for name, value in record["metrics"].items()]
+    head = ("explanation", "gain, nats", "of the gap", "remains, mean |d|")
+    tables = [
+        Table("Explanations", head, explained),
+        Table("Worst tokens", ("token", "where", "recorded", "exact"), worst),
+        *(_profile(name, bins) for name, bins in record["profiles"].items()),
+        Table("Metrics", ("metric", "value"), measured),
+    ]
+    summary = itertools.takewhile(bool, text(record).split("\n")[1:])  # up to its table
+    head = f"<h1>{html.escape(record['verdict'])}</h1>{pages.paragraphs([*summary])}"
+    body = f'<div class="{record["state"]}">{head}</div>\n'
+    return pages.page(title, body + "\n".join(map(pages.html_table, tables)), style=_STYLE)
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return pages.html_table(Table(title, head, rows))
-
-
-def _summary(record: dict[str, Any]) -> list[str]:
-    """The lines of the text between the verdict and the table."""
-    lines = text(record).split("\n")[1:]
-    return lines[: lines.index("")] if "" in lines else lines
-
-
-def _profile(name: str, bins: Sequence[dict[str, float]]) -> str:
+def _profile(name: str, bins: Sequence[dict[str, float]]) -> Table:
+    """A profile with a bar for each bin."""
     most = max((one["mean"] for one in bins), default=0.0) or 1.0
-    rows = "".join(
-        f"<tr><td>{one['low']:.4g} to {one['high']:.4g}</td><td>{one['tokens']:,}</td>"
-        f"<td>{one['mean']:.3g}</td><td style='text-align:left; width:50%'>"
-        f"<span class='bar' style='width:{100 * one['mean'] / most:.1f}%'></span></td></tr>"
+    rows = [
+        (
+            f"{one['low']:.4g} to {one['high']:.4g}",
+            f"{one['tokens']:,}",
+            f"{one['mean']:.3g}",
+            ("█" * round(_BAR * one["mean"] / most)).ljust(_BAR, "░"),
+        )
         for one in bins
-    )
-    head = "<tr><th>bin</th><th>tokens</th><th>mean |d|</th><th></th></tr>"
-    return f"<h2>|d| {html.escape(name.replace('_', ' '))}</h2><table>{head}{rows}</table>"
+    ]
+    return Table(f"|d| {name.replace('_', ' ')}", ("bin", "tokens", "mean |d|", ""), rows)

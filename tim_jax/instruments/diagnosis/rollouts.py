@@ -6,7 +6,7 @@ A row is a mapping with the keys of `KEYS`; `readers` makes rows of what other s
 import base64
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -17,9 +17,7 @@ from tim_jax.common.inputs import shown, wrong_number
 from tim_jax.common.types import route_dtype
 from tim_jax.instruments.diagnosis import declared
 from tim_jax.instruments.diagnosis.declared import PLAIN, Distribution
-from tim_jax.instruments.diagnosis.endings import Ended, how_ended
-from tim_jax.instruments.diagnosis.lines import Row
-from tim_jax.instruments.diagnosis.texts import prompt_text, with_ids
+from tim_jax.instruments.diagnosis.rows import Ended, Row, how_ended, prompt_text, with_ids
 from tim_jax.model.config import ModelConfig
 from tim_jax.tasks.base import Message
 
@@ -42,13 +40,18 @@ OPTIONS = {
 _SHOWN = 20  # kinds of bad rows in a message; the exception holds all rows
 _VALUES = re.compile(r"'[^']*'|[-+]?\d[\d.e+-]*|\b(nan|inf|None|null|true|false)\b", re.IGNORECASE)
 
+Values = Mapping[str, Any]  # of a row, with the keys of `KEYS`
+
 
 @dataclass(frozen=True, eq=False)
 class Response:
     """One recorded response of n tokens.
 
     Attributes:
+        where: the place of its row.
         log_probs: f32[n], as recorded; NaN where the mask is 0, whatever stands there.
+        mask: bool[n], the loss mask, if the system kept one.
+        version: of the weights.
         ended: how it is said to have ended; None if that is not said.
         end: the end token by which it is said to have ended, if that is said.
         stops: end tokens of the request, besides the model's.
@@ -65,8 +68,8 @@ class Response:
     tokens: tuple[int, ...]
     log_probs: np.ndarray
     declared: Distribution
-    mask: np.ndarray | None = None  # bool[n], the loss mask, if the system kept one
-    version: str | None = None  # of the weights
+    mask: np.ndarray | None = None
+    version: str | None = None
     prompt_text: str | tuple[Message, ...] | None = None
     ended: Ended | None = None
     end: int | None = None
@@ -82,6 +85,11 @@ class Response:
     def replays(self) -> bool:
         """True if it is recorded what each token was drawn among."""
         return self.supports is not None or self.kept_log_mass is not None
+
+    @property
+    def kept(self) -> np.ndarray:
+        """bool[n], the mask; True everywhere without one."""
+        return np.ones(len(self), bool) if self.mask is None else self.mask
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -102,167 +110,154 @@ class Limits(NamedTuple):
         return cls(config.vocab_size, config.most_positions, routes)
 
 
-def checked(row: Row, *, limits: Limits, default: Distribution = PLAIN) -> Response:
+def checked(
+    values: Values, where: str, *, limits: Limits, default: Distribution = PLAIN
+) -> Response:
     """A row with token ids as a response.
 
     Raises:
-      InputError: what is wrong with it, with its place.
+      InputError: what is wrong with it, without its place.
     """
-    values, where = row
-    prompt = _ids(row, "prompt_token_ids", limits.vocabulary)
-    tokens = _ids(row, "response_token_ids", limits.vocabulary)
-    mask = _mask(row, len(tokens))
-    log_probs = _log_probs(row, len(prompt), len(tokens), mask)
+    prompt = _ids(values, "prompt_token_ids", limits.vocabulary)
+    tokens = _ids(values, "response_token_ids", limits.vocabulary)
+    mask = _mask(values, len(tokens))
+    log_probs = _log_probs(values, len(prompt), len(tokens), mask)
     if len(prompt) + len(tokens) > limits.positions:
         raise InputError(
-            f"{where}: prompt and response have {len(prompt) + len(tokens)} tokens, more than the"
-            f" model's {limits.positions} positions"
+            f"prompt and response have {len(prompt) + len(tokens)} tokens, more than the model's"
+            f" {limits.positions} positions"
         )
-    _check_top(row, tokens, log_probs)
-    asked = declared.read(values, where, default=default, vocabulary=limits.vocabulary)
-    declared.check_drawn(tokens, asked.shaping, where)
-    version = values.get("weights_version")
-    version = None if version is None else str(version)
-    supports = _supports(row, tokens, limits.vocabulary, mask)
-    mass = _kept_log_mass(row, len(tokens), mask)
-    if supports is not None or mass is not None:
-        _check_support(row, asked, both=supports is not None and mass is not None)
+    _check_top(values, tokens, log_probs)
+    asked = declared.read(values, default=default, vocabulary=limits.vocabulary)
+    declared.check_drawn(tokens, asked.shaping, mask)
+    supports = _supports(values, tokens, limits.vocabulary, mask)
+    mass = _kept_log_mass(values, len(tokens), mask)
+    if supports is not None and mass is not None:
+        raise InputError("has supports and kept_log_mass; leave the latter out")
+    if asked.raw and (supports is not None or mass is not None):
+        raise InputError(
+            "has raw log-probs, which no support is for; leave supports and kept_log_mass out"
+        )
+    ended, end = how_ended(values)
     return Response(
-        *(where, prompt, tokens, log_probs, asked, mask, version),
-        prompt_text(values.get("prompt")),
-        *how_ended(values),
-        stops=declared.token_ids(values, "stop_token_ids", where, limits.vocabulary),
+        *(where, prompt, tokens, log_probs, asked),
+        mask=mask,
+        version=_text(values, "weights_version"),
+        prompt_text=prompt_text(values.get("prompt")),
+        ended=ended,
+        end=end,
+        stops=declared.token_ids(values, "stop_token_ids", limits.vocabulary),
         supports=supports,
         kept_log_mass=mass,
-        routes=_routes(row, len(prompt), len(tokens), limits.routes),
-        episode=None if values.get("episode") is None else str(values["episode"]),
-        turn=_turn(row),
-        turns=_turns(row, limits.vocabulary),
+        routes=_routes(values, len(prompt), len(tokens), limits.routes),
+        episode=_text(values, "episode"),
+        turn=_turn(values),
+        turns=_turns(values, limits.vocabulary),
     )
 
 
-def _turn(row: Row) -> int | None:
-    number = row.values.get("turn")
+def _text(values: Values, key: str) -> str | None:
+    return None if values.get(key) is None else str(values[key])
+
+
+def _turn(values: Values) -> int | None:
+    number = values.get("turn")
     if number is None or (isinstance(number, int) and not isinstance(number, bool)):
         return number
-    raise InputError(f"{row.where}: turn must be a whole number, got {shown(number)}")
+    raise InputError(f"turn must be a whole number, got {shown(number)}")
 
 
-def _turns(row: Row, vocabulary: int) -> tuple[tuple[int, ...], ...] | None:
-    if row.values.get("turn_token_ids") is None:
+def _turns(values: Values, vocabulary: int) -> tuple[tuple[int, ...], ...] | None:
+    if values.get("turn_token_ids") is None:
         return None
-    return tuple(
-        _ids(
-            Row({"turn_token_ids": one}, f"{row.where}: turn {number}"),
-            "turn_token_ids",
-            vocabulary,
-        )
-        for number, one in enumerate(_list(row, "turn_token_ids"))
-    )
+    turns = []
+    for number, one in enumerate(_list(values, "turn_token_ids")):
+        try:
+            turns.append(_ids({"turn_token_ids": one}, "turn_token_ids", vocabulary))
+        except InputError as error:
+            raise InputError(f"turn {number}: {error}") from None
+    return tuple(turns)
 
 
 def _supports(
-    row: Row, tokens: Sequence[int], vocabulary: int, mask: np.ndarray | None
+    values: Values, tokens: Sequence[int], vocabulary: int, mask: np.ndarray | None
 ) -> np.ndarray | None:
     """i32[n, K]: a list of ids a token; or all ids in one list with `offsets`, or with `counts`."""
-    given, count = row.values.get("supports"), len(tokens)
+    given, count = values.get("supports"), len(tokens)
     if given is None:
         return None
     if isinstance(given, Mapping):
-        given = _supports_of(given, row.where)
+        given = _supports_of(given)
     if not isinstance(given, Sequence) or len(given) != count:
         found = len(given) if isinstance(given, Sequence) else shown(given)
-        raise InputError(
-            f"{row.where}: supports must be of the {count} response tokens, got {found}"
-        )
+        raise InputError(f"supports must be of the {count} response tokens, got {found}")
     if not all(one is None or isinstance(one, Sequence) for one in given):
-        raise InputError(f"{row.where}: supports must be a list of ids a token, got {shown(given)}")
+        raise InputError(f"supports must be a list of ids a token, got {shown(given)}")
     kept = [[x for x in one or () if x != -1] for one in given]
     most = max(map(len, kept))  # one of few sizes, so that few programs are compiled
     array = np.full((count, 1 << max(most - 1, 0).bit_length()), -1, np.int32)
     for place, (one, token) in enumerate(zip(kept, tokens, strict=True)):
         if not all(type(x) is int and 0 <= x < vocabulary for x in one):
             raise InputError(
-                f"{row.where}: supports[{place}] must be ids of the model's {vocabulary} tokens,"
-                f" got {shown(one)}"
+                f"supports[{place}] must be ids of the model's {vocabulary} tokens, got"
+                f" {shown(one)}"
             )
         if one and token not in one and (mask is None or mask[place]):
             raise InputError(
-                f"{row.where}: response_token_ids[{place}] = {token} was drawn, but is not among"
-                f" the {len(one)} tokens of its support; one of the two is shifted"
+                f"response_token_ids[{place}] = {token} was drawn, but is not among the {len(one)}"
+                " tokens of its support; one of the two is shifted"
             )
         array[place, : len(one)] = one
     return array
 
 
-def _supports_of(given: Mapping[str, Any], where: str) -> list[list[Any]]:
+def _supports_of(given: Mapping[str, Any]) -> list[list[Any]]:
     """The lists of ids that lie one after the other in one."""
     ids = given.get("token_ids", given.get("ids")) or []
     offsets, counts = given.get("offsets"), given.get("counts")
     numbers = offsets or counts or []
-    whole = isinstance(numbers, list | tuple) and all(type(x) is int for x in numbers)
-    if not whole or not isinstance(ids, list | tuple):
+    whole = isinstance(numbers, list) and all(type(x) is int for x in numbers)
+    if not whole or not isinstance(ids, list):
         raise InputError(
-            f"{where}: supports must have token_ids and offsets or counts, lists of whole numbers;"
-            f" got {shown(given)}"
+            "supports must have token_ids and offsets or counts, lists of whole numbers; got"
+            f" {shown(given)}"
         )
     ends = numbers if offsets else [0, *accumulate(numbers)]
-    return [list(ids[start:end]) for start, end in pairwise(ends)]
+    return [ids[start:end] for start, end in pairwise(ends)]
 
 
-def _kept_log_mass(row: Row, count: int, mask: np.ndarray | None) -> np.ndarray | None:
-    if row.values.get("kept_log_mass") is None:
-        return None
-    given = _list(row, "kept_log_mass")
-    if len(given) != count:
-        raise InputError(f"{row.where}: {len(given)} numbers of kept_log_mass for {count} tokens")
-    numbers = np.zeros(count, np.float32)
-    for place, value in enumerate(given):
-        if mask is None or mask[place]:
-            numbers[place] = min(_log_prob(row, place, value, "kept_log_mass"), 0.0)
-    return numbers
-
-
-def _check_support(row: Row, asked: Distribution, *, both: bool) -> None:
-    if both:
-        raise InputError(f"{row.where}: has supports and kept_log_mass; leave the latter out")
-    if asked.raw:
-        raise InputError(
-            f"{row.where}: has raw log-probs, which no support is for; leave supports and"
-            " kept_log_mass out"
-        )
-
-
-def _routes(row: Row, before: int, count: int, sizes: tuple[int, int, int]) -> np.ndarray | None:
+def _routes(
+    values: Values, before: int, count: int, sizes: tuple[int, int, int]
+) -> np.ndarray | None:
     """u8 or u16[p + n, L, k], of numbers in lists, or of bytes."""
-    given = row.values.get("routes")
+    given = values.get("routes")
     if given is None:
         return None
     layers, chosen, experts = sizes
     if not experts:
-        raise InputError(f"{row.where}: has routes, but the model is no mixture of experts")
+        raise InputError("has routes, but the model is no mixture of experts")
     try:
-        array = _numbers(given, layers, chosen)
+        array = _route_numbers(given, layers, chosen)
     except (TypeError, ValueError, KeyError, OverflowError) as error:
-        raise InputError(f"{row.where}: routes cannot be read: {shown(f'{error}')}") from None
+        raise InputError(f"routes cannot be read: {shown(f'{error}')}") from None
     length = before + count
     array = array[:, -layers:] if array.ndim == 3 and array.shape[1] > layers else array
     if array.shape not in ((length, layers, chosen), (length - 1, layers, chosen)):
         raise InputError(
-            f"{row.where}: routes have the shape {array.shape}; they must have one of"
+            f"routes have the shape {array.shape}; they must have one of"
             f" {(length - 1, layers, chosen)}, for every token of prompt and response but the last"
         )
     known = array[: length - 1]
     if known.min() < 0 or known.max() >= experts:
         raise InputError(
-            f"{row.where}: routes go from {known.min()} to {known.max()}, but a layer has {experts}"
-            " experts, numbered from 0"
+            f"routes go from {known.min()} to {known.max()}, but a layer has {experts} experts,"
+            " numbered from 0"
         )
     last = np.zeros((1, layers, chosen), np.int32)
     return np.concatenate([known, last]).astype(route_dtype(experts))
 
 
-def _numbers(given: Any, layers: int, chosen: int) -> np.ndarray:
+def _route_numbers(given: Any, layers: int, chosen: int) -> np.ndarray:
     if isinstance(given, Mapping):
         return _decoded(given["data"]).reshape(tuple(given["shape"]))
     if isinstance(given, str):
@@ -282,83 +277,88 @@ def _decoded(text: str) -> np.ndarray:
     return np.frombuffer(found, np.int32)
 
 
-def _ids(row: Row, key: str, vocabulary: int) -> tuple[int, ...]:
-    ids = _list(row, key)
+def _ids(values: Values, key: str, vocabulary: int) -> tuple[int, ...]:
+    ids = _list(values, key)
     if not ids:
-        raise InputError(f"{row.where}: {key} is empty")
+        raise InputError(f"{key} is empty")
     for place, token in enumerate(ids):
-        if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            raise InputError(f"{row.where}: {key}[{place}] must be a token id, got {shown(token)}")
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise InputError(f"{key}[{place}] must be a token id, got {shown(token)}")
         if not 0 <= token < vocabulary:
             raise InputError(
-                f"{row.where}: {key}[{place}] = {token} is outside the model's vocabulary of"
-                f" {vocabulary}"
+                f"{key}[{place}] = {token} is outside the model's vocabulary of {vocabulary}"
             )
-    return tuple(int(token) for token in ids)
+    return tuple(ids)
 
 
-def _list(row: Row, key: str) -> list[Any]:
-    value = row.values.get(key)
+def _list(values: Values, key: str) -> list[Any]:
+    value = values.get(key)
     if value is None:
-        known = [name for name in row.values if name not in KEYS]
-        hint = did_you_mean(key, known) if known else ""
-        raise InputError(f"{row.where}: has no {key}{hint}")
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
+        known = [name for name in values if name not in KEYS]
+        raise InputError(f"has no {key}{did_you_mean(key, known) if known else ''}")
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise InputError(f"{row.where}: {key} must be a list, got {shown(value)}")
+        raise InputError(f"{key} must be a list, got {shown(value)}")
     return list(value)
 
 
-def _log_probs(row: Row, before: int, count: int, mask: np.ndarray | None) -> np.ndarray:
+def _log_probs(values: Values, before: int, count: int, mask: np.ndarray | None) -> np.ndarray:
     """f32[n] of the `count` response tokens, NaN where a mask hides what stands there.
 
     Those of the `before` prompt tokens may come first; the first of all has none, or null.
     """
-    given = _list(row, "logprobs")
+    given = _list(values, "logprobs")
     start = len(given) - count
     if start and not (start == before and (before > 1 or given[0] is None)):
         start = start if 1 < start == before - 1 else 0
     if len(given) - start != count:
         hint = "; was the end token stripped?" if len(given) == count + 1 else ""
-        raise InputError(f"{row.where}: {len(given)} logprobs for {count} tokens{hint}")
-    numbers = np.full(count, np.nan, np.float32)
-    for place, value in enumerate(given[start:]):
-        if mask is None or mask[place]:
-            numbers[place] = min(_log_prob(row, place, value), 0.0)
+        raise InputError(f"{len(given)} logprobs for {count} tokens{hint}")
+    return _numbers("logprobs", given[start:], mask, hidden=np.nan)
+
+
+def _kept_log_mass(values: Values, count: int, mask: np.ndarray | None) -> np.ndarray | None:
+    if values.get("kept_log_mass") is None:
+        return None
+    given = _list(values, "kept_log_mass")
+    if len(given) != count:
+        raise InputError(f"{len(given)} numbers of kept_log_mass for {count} tokens")
+    return _numbers("kept_log_mass", given, mask, hidden=0.0)
+
+
+def _numbers(key: str, given: Sequence[Any], mask: np.ndarray | None, hidden: float) -> np.ndarray:
+    """Log-probabilities f32[n], and `hidden` where the mask is 0, whatever stands there."""
+    numbers = np.full(len(given), hidden, np.float32)
+    for place, value in enumerate(given):
+        if mask is not None and not mask[place]:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InputError(f"{key}[{place}] must be a number, got {shown(value)}")
+        if wrong_number(value) is not None or not -_LARGEST < value < _LARGEST:
+            raise InputError(f"{key}[{place}] is {shown(value)}, which is not finite")
+        if value > _ABOVE_ZERO:
+            raise InputError(
+                f"{key}[{place}] = {value:.6g} is positive; a log-probability is at most 0"
+            )
+        numbers[place] = min(value, 0.0)
     return numbers
 
 
-def _log_prob(row: Row, place: int, value: Any, key: str = "logprobs") -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise InputError(f"{row.where}: {key}[{place}] must be a number, got {shown(value)}")
-    if wrong_number(value) is not None or not -_LARGEST < value < _LARGEST:
-        raise InputError(f"{row.where}: {key}[{place}] is {shown(value)}, which is not finite")
-    if value > _ABOVE_ZERO:
-        raise InputError(
-            f"{row.where}: {key}[{place}] = {value:.6g} is positive; a log-probability is at most 0"
-        )
-    return float(value)
-
-
-def _mask(row: Row, count: int) -> np.ndarray | None:
-    if row.values.get("mask") is None:
+def _mask(values: Values, count: int) -> np.ndarray | None:
+    if values.get("mask") is None:
         return None
-    mask = _list(row, "mask")
+    mask = _list(values, "mask")
     if len(mask) != count or any(value not in (0, 1) for value in mask):
-        raise InputError(
-            f"{row.where}: mask must have {count} times 0 or 1, got {len(mask)}: {shown(mask)}"
-        )
+        raise InputError(f"mask must have {count} times 0 or 1, got {len(mask)}: {shown(mask)}")
     return np.asarray(mask, bool)
 
 
-def _check_top(row: Row, tokens: Sequence[int], log_probs: np.ndarray) -> None:
+def _check_top(values: Values, tokens: Sequence[int], log_probs: np.ndarray) -> None:
     """`top_logprobs`, a mapping of token ids for every token, must agree with `logprobs`."""
-    if row.values.get("top_logprobs") is None:
+    if values.get("top_logprobs") is None:
         return
-    top = _list(row, "top_logprobs")
+    top = _list(values, "top_logprobs")
     if len(top) != len(tokens):
-        raise InputError(f"{row.where}: {len(top)} top_logprobs for {len(tokens)} tokens")
+        raise InputError(f"{len(top)} top_logprobs for {len(tokens)} tokens")
     for place, (choices, token) in enumerate(zip(top, tokens, strict=True)):
         if not isinstance(choices, Mapping) or np.isnan(log_probs[place]):
             continue
@@ -366,13 +366,11 @@ def _check_top(row: Row, tokens: Sequence[int], log_probs: np.ndarray) -> None:
         if given is None:
             continue
         if not isinstance(given, float | int) or wrong_number(given) is not None:
-            raise InputError(
-                f"{row.where}: top_logprobs[{place}] must have finite numbers, got {shown(given)}"
-            )
+            raise InputError(f"top_logprobs[{place}] must have finite numbers, got {shown(given)}")
         if abs(given - log_probs[place]) > _TOP_TOLERANCE:
             raise InputError(
-                f"{row.where}: logprobs[{place}] = {log_probs[place]:.6g}, but top_logprobs has"
-                f" {given:.6g} for the same token {token}; one of the two is shifted"
+                f"logprobs[{place}] = {log_probs[place]:.6g}, but top_logprobs has {given:.6g} for"
+                f" the same token {token}; one of the two is shifted"
             )
 
 
@@ -388,9 +386,9 @@ class Collected:
     """
 
     responses: tuple[Response, ...]
-    problems: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    silent: Mapping[str, int] = field(default_factory=dict)
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+    silent: Mapping[str, int]
 
     def assumed(self, default: Distribution) -> str:
         """A line that says what is assumed of silent rows, and the option for it; or ""."""
@@ -476,21 +474,20 @@ def collect(
     problems: list[str] = []
     tokenised: list[str] = []
     silent = dict.fromkeys(OPTIONS, 0)
-    total = 0
     for row in rows:
-        total += 1
-        try:
-            if isinstance(row, InputError):
-                raise row
-            values, changed = with_ids(row, tokenizer)
-            response = checked(Row(values, row.where), limits=limits, default=default)
-        except InputError as error:
-            problems.append(f"{error}")
+        if isinstance(row, InputError):
+            problems.append(f"{row}")
             continue
-        responses.append(response)
+        try:
+            values, changed = with_ids(row.values, tokenizer)
+            responses.append(checked(values, row.where, limits=limits, default=default))
+        except InputError as error:
+            problems.append(f"{row.where}: {error}")
+            continue
         tokenised += [row.where] if changed else []
         for option, key in OPTIONS.items():
             silent[option] += values.get(key) is None
+    total = len(responses) + len(problems)
     if not total:
         raise InputError("rollouts: there are none")
     if problems and (not skip_bad or not responses):

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from tim_jax.common.errors import InputError
@@ -18,14 +17,8 @@ from tim_jax.common.inputs import shown
 from tim_jax.instruments.diagnosis.rollouts import Response
 
 Kind = Literal["retokenised", "rewritten", "missing", "added"]
+_WAS = {"retokenised": "tokenised again", "rewritten": "rewritten", "missing": "cut short"}
 _AROUND = 8  # tokens of the text in a message
-
-
-class Turned(NamedTuple):
-    """One recorded turn: the token ids that it was drawn after, and those that were drawn."""
-
-    prompt: Sequence[int]
-    response: Sequence[int]
 
 
 class Break(NamedTuple):
@@ -38,6 +31,11 @@ class Break(NamedTuple):
       token: its place in the turn's response, or in the first prompt.
       drawn, scored: the ids there, as drawn and as they stand later; None where nothing stands.
       message: all this in a line.
+      where: the row that shows it.
+      episode: the name of the episode; None if it has none.
+      fault: whether it is a fault: in a whole conversation tokens are scored that nobody drew, and
+        a turn that was tokenised again does not come of a template. Those that drop thinking
+        rewrite turns on purpose, and a sample of its own for each turn is scored as it was drawn.
       shown_by: the number of the turn whose prompt shows it; 0 for a whole conversation.
     """
 
@@ -47,54 +45,37 @@ class Break(NamedTuple):
     drawn: int | None
     scored: int | None
     message: str
-    shown_by: int = 0
-
-
-class Broken(NamedTuple):
-    """An episode among recorded responses that has a break.
-
-    Attributes:
-      where: the row that shows it.
-      episode: its name; None if it has none.
-      fault: whether it is a fault: in a whole conversation tokens are scored that nobody drew, and
-        a turn that was tokenised again does not come of a template. Those that drop thinking
-        rewrite turns on purpose, and a sample of its own for each turn is scored as it was drawn.
-    """
-
     where: str
     episode: str | None
-    found: Break
     fault: bool
+    shown_by: int = 0
 
 
 def find_breaks(
     tokenizer: PreTrainedTokenizerFast, responses: Sequence[Response]
-) -> tuple[Broken, ...]:
+) -> tuple[Break, ...]:
     """The breaks of all episodes: rows of one `episode`, and rows with `turn_token_ids`.
+
+    Of an episode the first; a turn that was tokenised again comes before others, which a template
+    may rewrite on purpose.
 
     Raises:
       InputError: rows of one episode that cannot be turns of one sample.
     """
-    return tuple(_breaks(tokenizer, responses))
-
-
-def _breaks(tokenizer: PreTrainedTokenizerFast, responses: Sequence[Response]) -> Iterator[Broken]:
+    found: list[Break] = []
     episodes: dict[str, list[Response]] = {}
     for one in responses:
         if one.turns is not None:
-            mask = np.ones(len(one), bool) if one.mask is None else one.mask
-            if (found := find_break_of_whole(tokenizer, one.tokens, mask, one.turns)) is not None:
-                yield Broken(one.where, one.episode, found, fault=True)
+            found += _break_of_whole(tokenizer, one, one.turns)
         elif one.episode is not None:
             episodes.setdefault(one.episode, []).append(one)
     for name, rows in episodes.items():
         if all(one.turn is not None for one in rows):
             rows.sort(key=lambda one: one.turn or 0)
         _check_one_sample(name, rows)
-        turns = [Turned(one.prompt, one.tokens) for one in rows]
-        if (found := find_break(tokenizer, turns)) is not None:
-            fault = found.kind == "retokenised"
-            yield Broken(rows[found.shown_by].where, name, found, fault)
+        breaks = list(_breaks_of_prompts(tokenizer, rows))
+        found += sorted(breaks, key=lambda one: not one.fault)[:1]
+    return tuple(found)
 
 
 def _check_one_sample(name: str, rows: Sequence[Response]) -> None:
@@ -108,70 +89,45 @@ def _check_one_sample(name: str, rows: Sequence[Response]) -> None:
             )
 
 
-def find_break(tokenizer: PreTrainedTokenizerFast, turns: Sequence[Turned]) -> Break | None:
-    """Returns the first token that shows that an episode was not appended to; None if it was.
-
-    A turn that was tokenised again comes before others, which a template may rewrite on purpose.
-
-    Args:
-      turns: one sample a turn, in order.
-    """
-    found = list(_breaks_of_prompts(tokenizer, turns))
-    retokenised = (one for one in found if one.kind == "retokenised")
-    return next(retokenised, next(iter(found), None))
-
-
 def _breaks_of_prompts(
-    tokenizer: PreTrainedTokenizerFast, turns: Sequence[Turned]
+    tokenizer: PreTrainedTokenizerFast, turns: Sequence[Response]
 ) -> Iterator[Break]:
-    """The first break that each prompt shows."""
+    """The first break that each prompt shows, of one sample a turn, in order."""
     starts = [len(turn.prompt) for turn in turns]
-    for number in range(1, len(turns)):
-        before = [*turns[number - 1].prompt, *turns[number - 1].response]
-        after = list(turns[number].prompt)
-        if (place := _first_difference(before, after)) is None:
+    for number, (last, turn) in enumerate(pairwise(turns), 1):
+        before = (*last.prompt, *last.tokens)
+        if (place := _first_difference(before, turn.prompt)) is None:
             continue
         own = max((i for i in range(number) if starts[i] <= place), default=None)
         token = place if own is None else place - starts[own]
-        where = own, token, f"the prompt of turn {number}"
-        yield _break(tokenizer, before, after, place, where)._replace(shown_by=number)
+        later = f"the prompt of turn {number}"
+        found = _break(tokenizer, before, turn.prompt, place, (own, token, later), turn)
+        yield found._replace(fault=found.kind == "retokenised", shown_by=number)
 
 
-def find_break_of_whole(
-    tokenizer: PreTrainedTokenizerFast,
-    tokens: Sequence[int],
-    mask: np.ndarray,
-    responses: Sequence[Sequence[int]],
-) -> Break | None:
-    """Returns the first token of a whole conversation that is not as it was drawn.
-
-    Args:
-      tokens: of the conversation, n of them, as the learner scored them.
-      mask: bool[n], those that count as drawn.
-      responses: what was drawn, turn by turn.
-    """
-    kept = [token for token, drawn in zip(tokens, mask, strict=True) if drawn]
-    before = [token for response in responses for token in response]
-    if (place := _first_difference(before, kept)) is None:
-        longer = bool(responses) and len(kept) > len(before)
-        return _added(tokenizer, kept, responses) if longer else None
-    number, token = 0, place
-    while token >= len(responses[number]):
-        token -= len(responses[number])
-        number += 1
-    return _break(tokenizer, before, kept, place, (number, token, "the conversation"))
-
-
-def _added(
-    tokenizer: PreTrainedTokenizerFast, kept: Sequence[int], responses: Sequence[Sequence[int]]
-) -> Break:
-    """The first token that counts as drawn behind all that was."""
-    place, turn = sum(map(len, responses)), len(responses) - 1
-    message = (
-        f"behind turn {turn}, the last, more tokens of the conversation count as drawn: the first"
-        f" is {kept[place]} ({_quoted(tokenizer, kept, place)})"
-    )
-    return Break("added", turn, len(responses[turn]), None, kept[place], message)
+def _break_of_whole(
+    tokenizer: PreTrainedTokenizerFast, response: Response, turns: Sequence[Sequence[int]]
+) -> Iterator[Break]:
+    """The first token of a whole conversation that is not as it was drawn, turn by turn."""
+    pairs = zip(response.tokens, response.kept, strict=True)
+    kept = [token for token, drawn in pairs if drawn]
+    before = [token for turn in turns for token in turn]
+    place = _first_difference(before, kept)
+    if place is None and turns and len(kept) > len(before):
+        place, last = len(before), len(turns) - 1
+        message = (
+            f"behind turn {last}, the last, more tokens of the conversation count as drawn: the"
+            f" first is {kept[place]} ({_quoted(tokenizer, kept, place)})"
+        )
+        about = (None, kept[place], message, response.where, response.episode, True)
+        yield Break("added", last, len(turns[last]), *about)
+    elif place is not None:
+        number, token = 0, place
+        while token >= len(turns[number]):
+            token -= len(turns[number])
+            number += 1
+        where = number, token, "the conversation"
+        yield _break(tokenizer, before, kept, place, where, response)
 
 
 def _first_difference(before: Sequence[int], after: Sequence[int]) -> int | None:
@@ -185,6 +141,7 @@ def _break(
     after: Sequence[int],
     place: int,
     where: tuple[int | None, int, str],
+    row: Response,
 ) -> Break:
     turn, token, later = where
     drawn, scored = before[place], after[place] if place < len(after) else None
@@ -196,13 +153,12 @@ def _break(
     elif texts[1].startswith(texts[0]) or texts[0].startswith(texts[1]):
         kind = "retokenised"
     owner = "the first prompt" if turn is None else f"turn {turn}"
-    was = {"retokenised": "tokenised again", "rewritten": "rewritten", "missing": "cut short"}[kind]
     there = "nothing" if scored is None else f"{scored} ({_quoted(tokenizer, after, place)})"
     message = (
-        f"{owner} was {was}: its token {token} is {drawn} ({_quoted(tokenizer, before, place)}), in"
-        f" {later} {there}"
+        f"{owner} was {_WAS[kind]}: its token {token} is {drawn}"
+        f" ({_quoted(tokenizer, before, place)}), in {later} {there}"
     )
-    return Break(kind, turn, token, drawn, scored, message)
+    return Break(kind, turn, token, drawn, scored, message, row.where, row.episode, fault=True)
 
 
 def _quoted(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], place: int) -> str:

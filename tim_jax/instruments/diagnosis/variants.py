@@ -1,5 +1,6 @@
 """Explanations that need a forward of their own: other numerics, other weights, other prompts."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ SOURCES: tuple[Entry, ...] = (
 )
 
 LOW = "low precision: "  # begins their texts
-OTHERS = 8  # variants of requests, routes and prompts, at most
+OTHERS = 9  # variants of requests, routes and prompts, at most
 OF_WEIGHTS = ("weights of ", "lora_")  # begin the names of explanations by other weights
 LEAST_Z = 5.0  # standard deviations by which a gap must go with a layer's rounding
 _FAR = 10.0  # times the largest that the rounding makes: another fault
@@ -102,10 +103,9 @@ def explanations(variant: Variant, tokens: Tokens) -> Iterator[Explanation]:
     plain = Explanation(variant.name, variant.text, variant.kind, predicted, drawn)
     yield plain
     if variant.kind == "numerics":
-        exact = tokens.evidence.exact.astype(np.float64)
-        sizes = _sizes(np.abs(predicted - exact), exact, tokens.position)
+        sizes = _sizes(np.abs(predicted - tokens.exact), tokens.exact, tokens.position)
         _, as_declared = by_distribution(tokens)
-        yield replace(plain, predicted=exact, drawn=as_declared, sizes=sizes)
+        yield replace(plain, predicted=tokens.exact, drawn=as_declared, sizes=sizes)
 
 
 def _under(
@@ -145,11 +145,25 @@ def of_all(
     sources: Sequence[Entry],
 ) -> Iterator[Variant]:
     """Every other forward that may have recorded these tokens; low precision last."""
-    yield from of_requests(forward)
-    yield from of_routes(forward)
+    text = "the penalties and biases that were asked for were not applied"
+    yield Variant("shaping_ignored", text, "fault", forward, _unshaped)
+    if forward.execution.config.num_experts:
+        replayed = replace(forward.execution, routing="replayed")
+        yield Variant(
+            "routing",
+            "routing: the experts are those that were recorded, not the model's own choice",
+            "numerics",
+            forward._replace(execution=replayed),
+            lambda response: response if response.routes is not None else None,
+        )
     yield from of_weights(forward, others)
     yield from of_prompts(forward, tokenizer, tokens)
     yield from of_numerics(forward, sources)
+
+
+def _unshaped(response: Response) -> Response | None:
+    plain = replace(response.declared, shaping=UNSHAPED)
+    return replace(response, declared=plain) if response.declared.shaped else None
 
 
 def of_numerics(forward: Forward, sources: Sequence[Entry] = SOURCES) -> Iterator[Variant]:
@@ -177,32 +191,6 @@ def of_numerics(forward: Forward, sources: Sequence[Entry] = SOURCES) -> Iterato
         )
 
 
-def of_requests(forward: Forward) -> Iterator[Variant]:
-    """A variant in which nothing of what was asked for was done to the logits."""
-
-    def change(response: Response) -> Response | None:
-        asked = response.declared
-        plain = replace(asked, shaping=UNSHAPED)
-        return replace(response, declared=plain) if asked.shaped else None
-
-    text = "the penalties and biases that were asked for were not applied"
-    yield Variant("shaping_ignored", text, "fault", forward, change)
-
-
-def of_routes(forward: Forward) -> Iterator[Variant]:
-    """A variant of a mixture with the experts that were recorded."""
-    if not forward.execution.config.num_experts:
-        return
-    replayed = replace(forward.execution, routing="replayed")
-    yield Variant(
-        "routing",
-        "routing: the experts are those that were recorded, not the model's own choice",
-        "numerics",
-        forward._replace(execution=replayed),
-        lambda response: response if response.routes is not None else None,
-    )
-
-
 def of_weights(forward: Forward, others: Sequence[Candidate]) -> Iterator[Variant]:
     """Variants of each set of other weights, and of averages; or of an adapter, if it differs by
     one."""
@@ -217,6 +205,9 @@ def of_weights(forward: Forward, others: Sequence[Candidate]) -> Iterator[Varian
             adapter = f"adapter of rank {rank} by which the model differs from {name}"
             yield variant("lora_not_applied", f"without the {adapter}: it was not applied", weights)
             yield variant("lora_half_scale", f"with half of the {adapter}", between)
+            twice = jax.tree.map(_as_far_again, forward.weights, weights)
+            text = f"with the {adapter} twice: it was added to weights that had it already"
+            yield variant("lora_twice", text, twice)
             if coarse:
                 merged = jax.tree.map(_merged_coarsely, forward.weights, weights)
                 text = f"with the {adapter}, merged in bfloat16"
@@ -243,6 +234,10 @@ def _between(one: jax.Array, other: jax.Array) -> jax.Array:
     return ((one.astype(jnp.float32) + other.astype(jnp.float32)) / 2).astype(one.dtype)
 
 
+def _as_far_again(one: jax.Array, other: jax.Array) -> jax.Array:
+    return (2 * one.astype(jnp.float32) - other.astype(jnp.float32)).astype(one.dtype)
+
+
 def adapter_rank(params: Any, base: Any) -> int:
     """The rank of an adapter by which parameters differ from `base`; 0 if they do by more or none.
 
@@ -251,25 +246,21 @@ def adapter_rank(params: Any, base: Any) -> int:
     """
     if set(params) != set(base):
         return 0
-    rest = [
-        _differ(x, y) for name in params if name != "layers" for x, y in _pairs(params, base, name)
-    ]
-    ranks = [_rank(np.asarray(x), np.asarray(y)) for x, y in _pairs(params, base, "layers")]
-    return max(ranks) if ranks and not any(rest) and min(ranks) >= 0 else 0
-
-
-def _pairs(params: Any, base: Any, name: str) -> Iterator[tuple[Any, Any]]:
-    return zip(jax.tree.leaves(params[name]), jax.tree.leaves(base[name]), strict=True)
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return one.shape != other.shape or not np.array_equal(one, other)
+    ranks = [0]
+    for name in params:
+        own, others = jax.tree.leaves(params[name]), jax.tree.leaves(base[name])
+        for one, other in zip(own, others, strict=True):
+            if np.array_equal(one, other):
+                continue
+            rank = _rank(np.asarray(one), np.asarray(other)) if name == "layers" else -1
+            if rank < 0:
+                return 0
+            ranks.append(rank)
+    return max(ranks)
 
 
 def _rank(one: np.ndarray, other: np.ndarray) -> int:
     """The rank of the difference of two stacks of matrices in the first layer; -1 if not low."""
-    if not _differ(one, other):
-        return 0
     change = np.asarray(one[0], np.float32) - np.asarray(other[0], np.float32)
     if change.ndim < 2:
         return -1
@@ -290,8 +281,7 @@ def in_some_layers(forward: Forward, tokens: Tokens, entry: Entry) -> Explanatio
       None if it is all of the layers, or none.
     """
     (whole,) = of_numerics(forward, [entry])
-    exact = tokens.evidence.exact.astype(np.float64)
-    gap, label = tokens.recorded - exact, mismatch.label(entry)
+    label = mismatch.label(entry)
     rounded = whole.forward.weights
     count = len(jax.tree.leaves(forward.weights["layers"])[0])
 
@@ -299,11 +289,11 @@ def in_some_layers(forward: Forward, tokens: Tokens, entry: Entry) -> Explanatio
         weights = mixed_layers(forward.weights, rounded, chosen)
         return log_probs(forward._replace(weights=weights), tokens.responses).astype(np.float64)
 
-    each = (under(np.arange(count) == i) - exact for i in range(count))
+    each = (under(np.arange(count) == i) - tokens.exact for i in range(count))
     doing = "looking for the layers whose weights are quantised"
     columns = np.stack(list(waiting.each(each, doing, total=count)), axis=1)
-    seen = ~tokens.hidden & (np.abs(gap) <= _FAR * np.abs(columns).max())
-    fitted, *_ = np.linalg.lstsq(columns[seen], gap[seen], rcond=None)
+    seen = np.abs(tokens.gap) <= _FAR * np.abs(columns).max()  # not what is hidden, which is NaN
+    fitted, *_ = np.linalg.lstsq(columns[seen], tokens.gap[seen], rcond=None)
     chosen = fitted > 0.5
     if chosen.all() or not chosen.any():
         return None
@@ -329,10 +319,9 @@ def goes_with(tokens: Tokens, explanation: Explanation) -> float:
 
     Of tokens that are not off by much more than that.
     """
-    exact = tokens.evidence.exact.astype(np.float64)
-    most = _FAR * np.abs(explanation.predicted - exact).max()
-    seen = ~tokens.hidden & (np.abs(np.nan_to_num(tokens.recorded) - exact) <= most)
-    gap, made = (tokens.recorded - exact)[seen], (explanation.predicted - exact)[seen]
+    changed = explanation.predicted - tokens.exact
+    seen = np.abs(tokens.gap) <= _FAR * np.abs(changed).max()
+    gap, made = tokens.gap[seen], changed[seen]
     both = np.sqrt((gap**2).sum() * (made**2).sum())
     return float((gap * made).sum() / both * np.sqrt(len(gap))) if both > 0 else 0.0
 
@@ -370,6 +359,12 @@ def of_prompts(forward: Forward, tokenizer: Any, tokens: Tokens) -> Iterator[Var
             " prompt",
             lambda r: _with_prompt(r, r.prompt[1:]) if r.prompt[0] == bos else None,
         )
+    if tokenizer is not None and (pad := tokenizer.pad_token_id) is not None:
+        yield variant(
+            "prompt_padded",
+            f"the system had no pad tokens {pad} before the prompt",
+            lambda r: _without_pads(r, pad),
+        )
     yield variant(
         "prompt_longer",
         "the system's prompt was without its last token",
@@ -393,6 +388,11 @@ def of_prompts(forward: Forward, tokenizer: Any, tokens: Tokens) -> Iterator[Var
 
 def _with_prompt(response: Response, prompt: tuple[int, ...]) -> Response | None:
     return replace(response, prompt=prompt) if prompt else None
+
+
+def _without_pads(response: Response, pad: int) -> Response | None:
+    prompt = tuple(itertools.dropwhile(lambda token: token == pad, response.prompt))
+    return None if prompt == response.prompt else _with_prompt(response, prompt)
 
 
 def _encoded(tokenizer: Any, templated: bool) -> Change:

@@ -8,7 +8,7 @@ cost. A gain of `DECISIVE` is odds of 22,000 to 1.
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,22 +20,20 @@ from tim_jax.instruments.diagnosis.evidence import Forward, chosen_alike, gather
 from tim_jax.instruments.diagnosis.explanations import (
     DECISIVE,
     LEAST_EFFECT,
+    LEAST_LOCAL,
     LEAST_WITHIN,
     NORMAL_LARGEST,
     Explanation,
     Judged,
     Tokens,
     abnormal,
-    fit,
     judge,
-    material,
-    null,
-    reporting,
     sizes_of,
 )
 from tim_jax.instruments.diagnosis.parts import Part
+from tim_jax.instruments.diagnosis.reporting import reporting
 from tim_jax.instruments.diagnosis.rollouts import Response
-from tim_jax.instruments.diagnosis.turns import Broken, find_breaks
+from tim_jax.instruments.diagnosis.turns import Break, find_breaks
 from tim_jax.instruments.diagnosis.variants import Candidate, Variant
 from tim_jax.mismatch import Entry
 
@@ -67,6 +65,7 @@ _FEW = 256  # tokens that every other forward is tried on
 _MANY = 2048  # and those that are promising there: about as many tokens, or a 50th of all
 _PROMISING = 3  # faults, or kinds of low precision, that are tried on many
 _NEAR = 0.5  # of the likeliest one's gain: less on a few rows is not promising
+_LEAST_SHARE = 0.25  # of the gap, that a fault explains; less is not named
 _MOST = 0.9  # of the gap: what explains more of it leaves nothing to other low precision
 # A gap this many times smaller than that of float16 is of no low precision that is known here.
 _SMALLER = 20.0
@@ -82,8 +81,7 @@ _HIDDEN = 2  # roundings of all layers that are tried in some, though they do no
 State = Literal["exact", "numerics", "undecided", "fault"]
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A token that shows something."""
 
     where: str  # file and line
@@ -109,6 +107,8 @@ class Verdict:
             by how much they are larger.
         nearest: whether the fault that is taken leaves a difference that is no numerics either. It
             is then not the cause, or not the only one.
+        more: the sizes of what remains at the tokens that the fault does not touch, if that is no
+            numerics, or None. There is then another fault.
         part: the bad part of the tokens of a fault, if the others are another matter, or None.
         agreement: f64[L], the share of the recorded experts of each layer that the model takes as
             well, if they are recorded.
@@ -124,9 +124,10 @@ class Verdict:
     sizes: dict[str, float]
     half: Judged | None = None
     nearest: bool = False
+    more: dict[str, float] | None = None
     part: Part | None = None
     agreement: np.ndarray | None = None
-    breaks: tuple[Broken, ...] = ()
+    breaks: tuple[Break, ...] = ()
 
     @property
     def normal(self) -> bool:
@@ -134,7 +135,7 @@ class Verdict:
         return self.state in ("exact", "numerics")
 
     def __repr__(self) -> str:
-        best = "nothing" if self.best is None else self.best.explanation.name
+        best = "nothing" if self.best is None else self.best.name
         sizes = ", ".join(f"{name} {value:.3g}" for name, value in self.sizes.items())
         return f"Verdict({self.state}, {len(self.tokens.sequence)} tokens, best {best}, {sizes})"
 
@@ -169,16 +170,15 @@ def diagnose(
         forward.vocabulary,
         forward.tokenizer_size,
     )
-    base = null(tokens)
-    first = (*reporting(tokens), *parts.ending(tokens), *parts.of_tokens(tokens, base))
-    judged = _judge_all(first, tokens, base)
-    sizes = sizes_of(tokens.recorded - base.predicted)
+    first = (*reporting(tokens), *parts.ending(tokens), *parts.of_tokens(tokens))
+    judged = _judge_all(first, tokens)
+    sizes = sizes_of(tokens.gap)
     if sizes["largest"] > _ROUNDING and not any(map(_leaves_nothing, judged)):
         tried = variants.of_all(forward, others, tokenizer, tokens, sources)
-        most = len(sources) + 3 * len(others) + variants.OTHERS
+        most = len(sources) + 4 * len(others) + variants.OTHERS
         judged += _by_forwards(_announced(tried, most), tokens, judged)
         judged += _in_some_layers(judged, tokens, forward)
-    found = _decide(tokens, base, sorted(judged, key=lambda one: -one.gain), sizes)
+    found = _decide(tokens, sorted(judged, key=lambda one: -one.gain), sizes)
     state = "fault" if any(one.fault for one in breaks) else found.state
     return replace(found, agreement=_agreement(tokens, forward), breaks=breaks, state=state)
 
@@ -196,15 +196,15 @@ def _by_forwards(tried: Iterable[Variant], tokens: Tokens, known: Sequence[Judge
         if variant.kind == "fault" or _worth_trying(variant, before, few):
             found.append((variant, _try(variant, few, total)))
     if len(many.responses) > len(few.responses):
-        sizes = sizes_of(tokens.recorded - tokens.evidence.exact)
-        again = dict.fromkeys(_promising(found, known, sizes))  # half precision may be twice in it
+        # Half precision may be twice in it.
+        again = dict.fromkeys(_promising(found, known, sizes_of(tokens.gap)))
         more = {v: _try(v, many, total) for v in _announced(again, len(again), more=True)}
         found = [(v, more.get(v, each)) for v, each in found]
     return [one for _, each in found for one in each]
 
 
 def _try(variant: Variant, some: Tokens, total: int) -> list[Judged]:
-    return _judge_all(variants.explanations(variant, some), some, null(some), total)
+    return _judge_all(variants.explanations(variant, some), some, total)
 
 
 def _worth_trying(numerics: Variant, judged: Sequence[Judged], few: Tokens) -> bool:
@@ -214,23 +214,22 @@ def _worth_trying(numerics: Variant, judged: Sequence[Judged], few: Tokens) -> b
     """
     if numerics.after and not _found(numerics.after, judged):
         return False
-    known = [one for one in judged if one.gain > DECISIVE and one.explanation.sizes is None]
-    most = {one.explanation.kind for one in known if one.moves and one.share > _MOST}
+    known = [one for one in judged if one.gain > DECISIVE and not one.by_sizes]
+    most = {one.kind for one in known if one.moves and one.share > _MOST}
     if "numerics" in most or (most and numerics.name not in HALF_PRECISION):
         return False
-    made = [
-        np.abs(one.explanation.predicted - few.evidence.exact)[~few.hidden].mean()
-        for one in judged
-        if one.explanation.name == _SMALLEST and one.explanation.sizes is None
-    ]
-    left = [few.recorded - few.evidence.exact, *(one.residual for one in known)]
-    medians = [float(np.nanmedian(np.abs(x))) for x in left if not np.isnan(x).all()]
-    return not made or min(medians, default=0.0) > made[0] / _SMALLER
+    smallest = [one for one in _low_precision(judged) if one.name == _SMALLEST]
+    made = [np.abs(x.explanation.predicted - few.exact)[~few.hidden].mean() for x in smallest]
+    left = [np.abs(x) for x in (few.gap, *(one.residual for one in known))]
+    if numerics.name in HALF_PRECISION:  # of those that differ, as few rows of an engine may
+        left = [x[x > _ROUNDING] for x in left]
+    medians = [float(np.nanmedian(x)) for x in left if not np.isnan(x).all()]
+    return not made or bool(min(medians, default=0.0) > made[0] / _SMALLER)
 
 
 def _found(name: str, judged: Iterable[Judged]) -> bool:
     """Whether what is recorded goes with low precision of this name: with a correlation of 0.2."""
-    own = (x for x in judged if x.explanation.name == name and x.explanation.sizes is None)
+    own = (one for one in _low_precision(judged) if one.name == name)
     return any(one.gain > DECISIVE and one.gains.mean() > _GOES_WITH for one in own)
 
 
@@ -261,13 +260,11 @@ def _agreement(tokens: Tokens, forward: Forward) -> np.ndarray | None:
 def _in_some_layers(judged: Sequence[Judged], tokens: Tokens, forward: Forward) -> list[Judged]:
     """Quantised weights in some layers, if there is a gap that nothing explains most of."""
     known = any(one.gain > DECISIVE and one.moves and one.share > _MOST for one in judged)
-    sizes, total = sizes_of(tokens.recorded - tokens.evidence.exact), len(tokens.sequence)
+    sizes, total = sizes_of(tokens.gap), len(tokens.sequence)
     if known or sizes["mean"] < LEAST_EFFECT:
         return []
     quantised = {mismatch.label(x): x for x in _WEIGHTS}
-    wholes = [
-        one for one in judged if one.explanation.name in quantised and one.explanation.sizes is None
-    ]
+    wholes = [one for one in _low_precision(judged) if one.name in quantised]
     near = _nearest(wholes)
     if not near and abnormal(sizes):
         # The rounding of the other layers may hide that of some, and is then larger than the gap.
@@ -280,10 +277,8 @@ def _in_some_layers(judged: Sequence[Judged], tokens: Tokens, forward: Forward) 
         return []
     layers = forward.execution.config.num_layers
     some = _some_rows(tokens, max(_FEW, _OF_A_LAYER * layers, total // (layers + 2)))
-    found = (
-        variants.in_some_layers(forward, some, quantised[one.explanation.name]) for one in near
-    )
-    return [judge(one, some, null(some), total) for one in found if one is not None]
+    found = (variants.in_some_layers(forward, some, quantised[one.name]) for one in near)
+    return [judge(one, some, total=total) for one in found if one is not None]
 
 
 def _nearest(wholes: Sequence[Judged]) -> list[Judged]:
@@ -304,26 +299,22 @@ def _check_masks(responses: Sequence[Response]) -> None:
     )
 
 
-def _judge_all(
-    tried: Iterable[Explanation], tokens: Tokens, base: Explanation, total: int = 0
-) -> list[Judged]:
+def _judge_all(tried: Iterable[Explanation], tokens: Tokens, total: int = 0) -> list[Judged]:
     """Explanations as they are, and as they hold in some rows alone."""
-    before = fit(base, tokens)
-    whole = [judge(one, tokens, base, total, before=before) for one in tried]
-    faults = [one for one in whole if one.explanation.kind == "fault"]
-    some = [parts.in_some_rows(one.explanation, tokens, base, one.gains) for one in faults]
-    some += [
-        parts.up_to_some_token(one.explanation, tokens, base, one.gains)
-        for one in faults
-        if one.explanation.name.startswith(variants.OF_WEIGHTS)
+    whole = [judge(one, tokens, total=total) for one in tried]
+    faults = [one for one in whole if one.kind == "fault"]
+    some = [
+        parts.in_some_rows(one.explanation, tokens, one.gains, few=one.refuted) for one in faults
     ]
-    more = (judge(one, tokens, base, total, before=before) for one in some if one is not None)
-    return [*whole, *more]
+    some += [
+        parts.up_to_some_token(one.explanation, tokens, one.gains)
+        for one in faults
+        if one.name.startswith(variants.OF_WEIGHTS)
+    ]
+    return [*whole, *(judge(one, tokens, total=total) for one in some if one is not None)]
 
 
-def _decide(
-    tokens: Tokens, base: Explanation, judged: Sequence[Judged], sizes: dict[str, float]
-) -> Verdict:
+def _decide(tokens: Tokens, judged: Sequence[Judged], sizes: dict[str, float]) -> Verdict:
     coarse = abnormal(sizes)
     half = _half_precision(judged, sizes, len(tokens.sequence))
     unusual = coarse and half is None
@@ -331,8 +322,8 @@ def _decide(
     if unusual:  # draws do not explain the gap, and what does may move them
         known = [one for one in known if one.moves or not one.of_draws]
     best = _best(known, coarse=coarse)
-    fault = best is not None and best.explanation.kind == "fault"
-    state: State = "numerics" if sizes["largest"] > 0 else "exact"
+    fault = best is not None and best.kind == "fault"
+    state: State = "numerics" if sizes["largest"] > 0 or tokens.step else "exact"
     if fault or unusual:
         # By chance, sizes of few tokens are large; the largest of few is not.
         few = int((~tokens.hidden).sum()) < _ENOUGH and sizes["largest"] <= NORMAL_LARGEST
@@ -342,19 +333,39 @@ def _decide(
     if best is not None and fault:
         part = parts.part_of(best.tokens, best.touched) if best.local else None
     elif state == "fault":
-        part = _bad_part(tokens, base, judged)
-    first = _first(best, tokens, base, part) if state == "fault" else None
+        part = _bad_part(tokens, judged)
+    elif best is None or best.share < _MOST:
+        part = _odd_rows(tokens, judged)
+        state, best = (state, best) if part is None else ("fault", None)
+    first = _first(best, tokens, part) if state == "fault" else None
     nearest = best is not None and fault and _is_nearest(best, judged)
-    return Verdict(state, tokens, tuple(judged), best, second, first, sizes, half, nearest, part)
+    more = _more(best, judged) if best is not None and fault and second is None else None
+    return Verdict(
+        state, tokens, tuple(judged), best, second, first, sizes, half, nearest, more, part
+    )
 
 
 def _is_nearest(fault: Judged, judged: Sequence[Judged]) -> bool:
     """Whether a fault leaves more than a tenth of the gap at its tokens, and that no numerics."""
     left, total = sizes_of(fault.residual[fault.touched]), int(fault.touched.sum())
-    if not fault.moves or fault.within > _MOST or not abnormal(left):
+    if not fault.moves or fault.within > _MOST:
         return False
-    half = (x for x in _low_precision(judged) if x.explanation.name in HALF_PRECISION)
-    return not any(_makes(one, left, total, MEAN_FACTOR) for one in half)
+    return not _is_half_precision(left, total, judged)
+
+
+def _more(fault: Judged, judged: Sequence[Judged]) -> dict[str, float] | None:
+    """The sizes of what remains where a fault changes nothing, if they are of no numerics."""
+    others = ~fault.touched & ~fault.tokens.hidden
+    left, total = sizes_of(fault.residual[others]), int(others.sum())
+    if _is_half_precision(left, total, judged) or _half_precision(judged, left, total) is not None:
+        return None
+    return left
+
+
+def _is_half_precision(sizes: dict[str, float], total: int, judged: Sequence[Judged]) -> bool:
+    """Whether differences are of a normal size, or of that of half precision on this model."""
+    half = (x for x in _low_precision(judged) if x.name in HALF_PRECISION)
+    return not abnormal(sizes) or any(_makes(one, sizes, total, MEAN_FACTOR) for one in half)
 
 
 def _of_enough(judged: Judged) -> bool:
@@ -363,18 +374,27 @@ def _of_enough(judged: Judged) -> bool:
     return int(shown.sum()) >= _OF_A_PARAMETER * len(judged.explanation.parameters)
 
 
-def _bad_part(tokens: Tokens, base: Explanation, judged: Sequence[Judged]) -> Part | None:
+def _bad_part(tokens: Tokens, judged: Sequence[Judged]) -> Part | None:
     """The tokens outside of the noise, if the others are as those of a sound engine.
 
     Where all are off, the noise is fitted to them, and only the tail of the gap is outside of it.
     """
-    part = parts.part_of(tokens, parts.outside(tokens, base.predicted))
+    part = parts.part_of(tokens, parts.outside(tokens))
     if part is None:
         return None
-    sizes = sizes_of(np.delete(tokens.recorded - base.predicted, part.places))
+    sizes = sizes_of(np.delete(tokens.gap, part.places))
     total = len(tokens.sequence) - len(part.places)
     sound = not abnormal(sizes) or _half_precision(judged, sizes, total) is not None
     return part if sound else None
+
+
+def _odd_rows(tokens: Tokens, judged: Sequence[Judged]) -> Part | None:
+    """A few rows that differ by more than numerics, where the others agree to the bit."""
+    part = parts.of_few_rows(tokens, _ROUNDING)
+    if part is None or len(part.places) < _ENOUGH:
+        return None
+    sizes = sizes_of(tokens.gap[part.places])
+    return None if _is_half_precision(sizes, len(part.places), judged) else part
 
 
 def _best(judged: Sequence[Judged], *, coarse: bool = False) -> Judged | None:
@@ -387,18 +407,14 @@ def _best(judged: Sequence[Judged], *, coarse: bool = False) -> Judged | None:
     if not judged:
         return None
     top = judged[0]
-    if top.explanation.kind == "numerics":
+    if top.kind == "numerics":
         # Low precision of the bulk is likelier than a fault of a part, of draws or of ends, and
         # does not excuse it.
-        faults = (one for one in judged if one.explanation.kind == "fault")
+        faults = (x for x in judged if x.kind == "fault")
         faults = (x for x in faults if not (coarse and x.of_draws and not x.moves))
         apart = (x for x in faults if not x.moves or (x.local and not _covers(top, x)))
         top = next(apart, top)
-    near = [
-        one
-        for one in judged
-        if one.gain > top.gain - DECISIVE and one.explanation.kind == top.explanation.kind
-    ]
+    near = (one for one in judged if one.gain > top.gain - DECISIVE and one.kind == top.kind)
     return min(near, key=_count_fitted)
 
 
@@ -408,7 +424,7 @@ def _covers(numerics: Judged, fault: Judged) -> bool:
     if inside.sum() != len(numerics.tokens.sequence):
         return False
     own = fault.touched[inside]
-    gap = np.abs(numerics.tokens.recorded - numerics.tokens.evidence.exact)[own]
+    gap = np.abs(numerics.tokens.gap[own])
     left = np.abs(numerics.residual[own])
     return not own.any() or bool(left.mean() < gap.mean() * (1 - LEAST_WITHIN))
 
@@ -428,26 +444,42 @@ def _half_precision(judged: Sequence[Judged], sizes: dict[str, float], total: in
     for name, alone in _ALONE.items():
         if _found(alone, judged):
             most[name] = MEAN_FACTOR if name == alone else _OPERANDS_FACTOR
-    own = {one.explanation.name: one for one in _low_precision(judged)}
+    own = {one.name: one for one in _low_precision(judged)}
 
     def fits(one: Judged) -> bool:
-        name = one.explanation.name
-        if one.explanation.sizes is None or one.scale > most.get(name, 0.0):
+        if not one.by_sizes or one.scale > most.get(one.name, 0.0):
             return False
-        return _makes(own[name], sizes, total, most[name])
+        return _makes(own[one.name], sizes, total, most[one.name])
 
     return max(filter(fits, judged), key=lambda one: one.gain, default=None)
 
 
+def material(judged: Judged) -> bool:
+    """Whether an explanation is of something that matters, and not of a trifle in the noise.
+
+    One of log-probs must explain a share of the gap, whatever else speaks for it. One of the draws
+    alone, or of where responses end, leaves the gap as it is.
+    """
+    if judged.refuted:
+        return False
+    if not judged.moves:
+        return judged.explanation.structure > DECISIVE or judged.of_draws
+    if judged.kind != "fault":
+        return judged.share >= LEAST_LOCAL
+    if judged.local and judged.within < LEAST_WITHIN:
+        return False
+    least = LEAST_LOCAL if judged.local else _LEAST_SHARE
+    return judged.share >= least and judged.effect > LEAST_EFFECT
+
+
 def _low_precision(judged: Iterable[Judged]) -> list[Judged]:
     """Low precision judged by the differences that it makes, not by their sizes."""
-    numerics = (one for one in judged if one.explanation.kind == "numerics")
-    return [one for one in numerics if one.explanation.sizes is None]
+    return [one for one in judged if one.kind == "numerics" and not one.by_sizes]
 
 
 def _makes(one: Judged, sizes: dict[str, float], total: int, factor: float) -> bool:
     """Whether the mean, K3 and largest of `total` differences are hardly above those of its own."""
-    own = one.explanation.predicted - one.tokens.evidence.exact
+    own = one.explanation.predicted - one.tokens.exact
     made = sizes_of(own[~one.tokens.hidden])
     # The largest of n draws from tails such as the noise model's grows with the cube root of n, and
     # is three times as large by chance once in thirty.
@@ -469,10 +501,8 @@ def _some_rows(tokens: Tokens, wanted: int) -> Tokens:
     count += -count % 4
     if count >= rows:
         return tokens
-    gap = np.abs(tokens.recorded - null(tokens).predicted)
-    worst = np.zeros(rows)
-    np.maximum.at(worst, tokens.sequence, np.nan_to_num(gap))
-    chosen = dict.fromkeys(np.argsort(-worst)[: count // 4].tolist())
+    worst = [np.nan_to_num(np.abs(own)).max() for own in tokens.by_response(tokens.gap)]
+    chosen = dict.fromkeys(np.argsort(-np.asarray(worst))[: count // 4].tolist())
     for i in _spread(rows):
         chosen[i] = None
         if len(chosen) == count:
@@ -514,28 +544,24 @@ def _announced(tried: Iterable[Variant], most: int, *, more: bool = False) -> It
 
 def _second(best: Judged, judged: Sequence[Judged]) -> Judged | None:
     """The low precision that explains most of what a fault leaves, if any does."""
-    sources = [
-        one
-        for one in judged
-        if one.explanation.kind == "numerics"
-        and one.explanation.sizes is None
-        and {*map(id, one.tokens.responses)} <= {*map(id, best.tokens.responses)}
-    ]
+    own = {*map(id, best.tokens.responses)}
+    sources = [x for x in _low_precision(judged) if {*map(id, x.tokens.responses)} <= own]
     if not sources:
         return None
     panel = max((one.tokens for one in sources), key=lambda some: len(some.responses))
     sources = [one for one in sources if len(one.tokens.responses) == len(panel.responses)]
-    start = best.explanation
     inside = np.isin(best.tokens.sequence, _numbers(best.tokens, panel))
-    start = replace(start, predicted=start.predicted[inside], drawn=start.drawn[inside])
-    start = replace(start, structure=0.0, parameters={})
-    exact = panel.evidence.exact.astype(np.float64)
-    moved = (start.predicted + one.explanation.predicted - exact for one in sources)
+    arrays = {x: getattr(best.explanation, x)[inside] for x in ("predicted", "drawn")}
+    start = replace(best.explanation, **arrays, structure=0.0, parameters={})
     candidates = (
-        replace(one.explanation, predicted=predicted, drawn=start.drawn)
-        for one, predicted in zip(sources, moved, strict=True)
+        replace(
+            one.explanation,
+            predicted=start.predicted + one.explanation.predicted - panel.exact,
+            drawn=start.drawn,
+        )
+        for one in sources
     )
-    top = max((judge(one, panel, start) for one in candidates), key=lambda one: one.gain)
+    top = max((judge(one, panel, base=start) for one in candidates), key=lambda one: one.gain)
     return top if top.gain > DECISIVE and material(top) else None
 
 
@@ -545,10 +571,10 @@ def _numbers(tokens: Tokens, panel: Tokens) -> list[int]:
     return [i for i, response in enumerate(tokens.responses) if id(response) in kept]
 
 
-def _first(best: Judged | None, tokens: Tokens, base: Explanation, part: Part | None) -> Place:
+def _first(best: Judged | None, tokens: Tokens, part: Part | None) -> Place:
     """The first token that shows the verdict; the one with the largest gap if none does alone."""
-    gap = np.nan_to_num(np.abs(tokens.recorded - base.predicted))
-    if best is None or (part is not None and best.explanation.kind == "numerics"):
+    gap = np.nan_to_num(np.abs(tokens.gap))
+    if best is None or (part is not None and best.kind == "numerics"):
         shows = np.flatnonzero(gap > NORMAL_LARGEST) if part is None else part.places
         return place(tokens, int(shows[0]) if shows.size else int(np.argmax(gap)), None)
     shows = best.explanation.shows
@@ -560,13 +586,13 @@ def _first(best: Judged | None, tokens: Tokens, base: Explanation, part: Part | 
 
 def place(tokens: Tokens, index: int, explanation: Explanation | None) -> Place:
     """A token by its index among all of `tokens`."""
-    response = tokens.responses[tokens.sequence[index]]
+    response, position = tokens.responses[tokens.sequence[index]], int(tokens.position[index])
     predicted = None if explanation is None else float(explanation.predicted[index])
     return Place(
         where=response.where,
-        position=int(tokens.position[index]),
-        token=int(response.tokens[tokens.position[index]]),
-        recorded=float(response.log_probs[tokens.position[index]]),
+        position=position,
+        token=response.tokens[position],
+        recorded=float(response.log_probs[position]),
         exact=float(tokens.evidence.exact[index]),
         predicted=None if predicted is None or np.isnan(predicted) else predicted,
     )

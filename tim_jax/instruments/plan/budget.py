@@ -4,6 +4,7 @@ The estimate counts what is large and certain, and leaves out what a compiler ma
 to refuse what cannot run, in one line and at once; `tim-jax plan` compiles and is exact.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from tim_jax.policy import sampler
 from tim_jax.policy.scoring import shares_gradient
 from tim_jax.rl import rules
 
+_GIB = 2**30
 _MARGIN = 1.05  # an estimate may be so much too high, so what is near the limit may try
 _LOGITS = 2.5  # float32 arrays of a tile's logits that exist at a time, learner and sampler
 _STAGES = MappingProxyType(
@@ -60,15 +62,7 @@ def _size(count: float) -> str:
 def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
     """What sampling and an update need on one of `devices`."""
     state, weights, base = workloads.laid_out(workload, devices)
-    size = workloads.bytes_per_device
-    always = {
-        "masters": size(state.params),
-        "the adapters' base": size(base),
-        "optimiser": size(state) - size(state.params),
-        "weights": size(weights),
-        "reference": workload.has_reference * (size(state.params) + size(weights)),
-        "older weights": workload.training.kept_weights * size(weights),
-    }
+    always = workloads.held(workload, state, weights, base)
     waiting = ("masters", "optimiser") if workloads.offloaded(workload, devices) else ()
     kept = {name: size for name, size in always.items() if name not in waiting}
     drawn = {} if workload.sampler.own_devices else kept
@@ -79,7 +73,7 @@ def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
         learnt["a transposed factor of products"] = workloads.bytes_per_device(weights["head"])
     if workload.execution.lora is not None:  # after the gradient, before they are joined
         before = learnt["a layer or the logits"] + learnt.get("a transposed factor of products", 0)
-        learnt["merged matrices"] = max(0, size(weights["layers"]) - before)
+        learnt["merged matrices"] = max(0, workloads.bytes_per_device(weights["layers"]) - before)
     return Need("sampling", drawn), Need("update", learnt)
 
 
@@ -87,8 +81,13 @@ def _drawing(workload: Workload, devices: Devices) -> dict[str, int]:
     """Bytes of sampling beside the run's state: the sampler's weights, keys and values, logits."""
     given, decoding = workloads.drawing_weights(workload)
     widened = _widened(workload.execution, decoding, devices)
-    made = {"cache": _cache(workload), "logits": _logits(workload)}
-    made["float32 factors of products"] = widened
+    drawing = workload.training.drawing
+    rows = max(1, _slots(workload) // drawing.placement.shards)
+    made = {
+        "cache": _cache(workload),
+        "logits": int(_LOGITS * 4 * rows * drawing.config.vocab_size),
+        "float32 factors of products": widened,
+    }
     return {
         "the sampler's own weights": workload.sampler_copies * workloads.bytes_per_device(given),
         "weights for decoding": _copies(workload, decoding, devices, sum(made.values())),
@@ -143,12 +142,6 @@ def _cache(workload: Workload) -> int:
     heads, key, value = config.attention
     width = config.num_layers * (heads // where.tensor) * (key + value) * numerics.dtype.itemsize
     return (whole // where.shards + of_prompts) * width
-
-
-def _logits(workload: Workload) -> int:
-    execution = workload.training.drawing
-    rows = max(1, _slots(workload) // execution.placement.shards)
-    return int(_LOGITS * 4 * rows * execution.config.vocab_size)
 
 
 def _gradient(workload: Workload, state: Any, weights: Any) -> tuple[int, int]:
@@ -252,8 +245,11 @@ def check(workload: Workload, devices: Devices, *, most: int | None = None) -> N
     need = max(needs(workload, used), key=lambda need: need.total)
     if need.total <= _MARGIN * most:
         return
-    ways = list(_ways(workload, devices, most)) or [_split(workload, need, used, most)]
-    raise InputError(_too_much(need, used, most, "; or ".join(ways)))
+    helps = _way(workload, devices, most) or (
+        f"no setting makes it fit on {len(used)} of these; placement.fsdp ="
+        f" {-(-need.total // most)} or more, on as many, splits masters, optimiser and gradient"
+    )
+    raise InputError(_too_much(need, used, most, helps))
 
 
 def check_sampling(workload: Workload, devices: Devices, helps: str) -> None:
@@ -266,11 +262,11 @@ def check_sampling(workload: Workload, devices: Devices, helps: str) -> None:
       InputError: one line, as `check`.
     """
     used = _used(workload, devices)
-    sampled = needs(workload, used)[0]
-    state, weights, base = workloads.laid_out(workload, used)
-    parts = {"masters": state.params, "the adapters' base": base, "weights": weights}
-    made = Need("weights", {name: workloads.bytes_per_device(x) for name, x in parts.items()})
-    most, need = _shared_capacity(used), max(made, sampled, key=lambda need: need.total)
+    kept = workloads.held(workload, *workloads.laid_out(workload, used))
+    parts = ("masters", "the adapters' base", "weights")
+    made = Need("weights", {name: kept[name] for name in parts})
+    need = max(made, needs(workload, used)[0], key=lambda need: need.total)
+    most = _shared_capacity(used)
     if most is not None and need.total > _MARGIN * most:
         raise InputError(_too_much(need, used, most, helps))
 
@@ -287,7 +283,7 @@ def _too_much(need: Need, used: Devices, most: int, helps: str) -> str:
     return f"memory: {need}, but this {kind} has {_size(most)}{each}; {helps}"
 
 
-def _ways(workload: Workload, devices: Devices, most: int) -> Iterator[str]:
+def _way(workload: Workload, devices: Devices, most: int) -> str | None:
     """Settings that make it fit: the first of the single changes, else those changes together.
 
     On more of the devices, if there are any that nothing lies on, where no change helps without.
@@ -296,20 +292,18 @@ def _ways(workload: Workload, devices: Devices, most: int) -> Iterator[str]:
     changed = workload
     for text, change in _changes(workload, devices, most):
         if _fits(change(workload), devices, most):
-            yield text
-            return
+            return text
         changed = change(changed)
         found.append(text)
         if len(found) > 1 and _fits(changed, devices, most):
-            yield ", ".join(found)
-            return
+            return ", ".join(found)
     if (wider := _wider(workload, devices)) is None:
-        return
+        return None
     text, spread = wider
     if _fits(spread, devices, most):
-        yield text
-    else:
-        yield from (f"{text}, {more}" for more in _ways(spread, devices, most))
+        return text
+    more = _way(spread, devices, most)
+    return more and f"{text}, {more}"
 
 
 Change = Callable[[Workload], Workload]
@@ -317,35 +311,45 @@ Change = Callable[[Workload], Workload]
 
 def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[str, Change]]:
     """Changes that need less memory, those that cost least first."""
-    learning, where = workload.learning, workload.execution.placement
+    training, drawing = workload.training, workload.training.drawing.placement
     slots = _slots(workload)
-    fewer = [
-        n for n in range(slots, 0, -1) if workload.sequences % n == 0 and n % where.shards == 0
-    ]
+    fewer = (n for n in reversed(divisors(workload.sequences, drawing.shards)) if n <= slots)
     fitting = (n for n in fewer if _fits(workload.varied(slots=n), devices, most, drawing=True))
     best = next(fitting, None)
     if best is not None and best < slots:
         yield f"sampler.slots = {best}", lambda it: it.varied(slots=best)
-    rows = workload.training.rows
-    sizes = [n for n in range(rows, 0, -1) if rows % n == 0 and n < workload.full_rows]
-    sizes = [n for n in sizes if n % where.shards == 0]
+    sizes = divisors(training.rows, workload.execution.placement.shards)
+    sizes = [n for n in reversed(sizes) if n < workload.full_rows]
     fitting = (n for n in sizes if _fits(workload.with_micro_batch(n), devices, most))
     size = next(fitting, sizes[-1] if sizes else None)
     if size is not None:
         key, unit = workload.micro_batch
         yield f"{key} = {size * unit}", lambda it: it.with_micro_batch(size)
-    if not learning.remat:
+    if not workload.learning.remat:
         yield "learner.remat = true", lambda it: it.varied(remat=True)
-    offload = workload.varied(offload=True)
-    staying = workload.training.offload or workload.training.kept_weights
-    if workloads.offloaded(offload, devices) and not staying:
+    staying = training.offload or training.kept_weights
+    if workloads.offloaded(workload.varied(offload=True), devices) and not staying:
         yield "learner.offload = true", lambda it: it.varied(offload=True)
-    drawing = workload.training.drawing.placement
     if drawing.fsdp > 1 and drawing.decode == "whole":
-        key = "placement" if workload.sampler.placement is None else "placement.sampler"
-        yield f'{key}.decode = "sharded"', _decode_sharded
-    if workload.execution.numerics.compute_dtype == "float32" and devices[0].platform != "cpu":
-        yield 'numerics.dtype = "bfloat16"', _narrow
+        key, field = _of_drawing(workload)
+        sharded = {field: replace(drawing, decode="sharded")}
+        yield f'{key}.decode = "sharded"', lambda it: it.varied(**sharded)
+    numerics = workload.execution.numerics
+    if numerics.compute_dtype == "float32" and devices[0].platform != "cpu":
+        narrow = replace(numerics, compute_dtype="bfloat16")
+        yield 'numerics.dtype = "bfloat16"', lambda it: it.varied(numerics=narrow)
+
+
+def divisors(count: int, step: int) -> list[int]:
+    """Those that are multiples of `step`, ascending."""
+    return [n for n in range(step, count + 1, step) if count % n == 0]
+
+
+def _of_drawing(workload: Workload) -> tuple[str, str]:
+    """The key, and the field of a training, of the placement that draws."""
+    if workload.sampler.placement is None:
+        return "placement", "placement"
+    return "placement.sampler", "sampler_placement"
 
 
 def _wider(workload: Workload, devices: Devices) -> tuple[str, Workload] | None:
@@ -353,16 +357,15 @@ def _wider(workload: Workload, devices: Devices) -> tuple[str, Workload] | None:
 
     Micro-batches that do not spread over them become the smallest that do.
     """
-    where, rows = workload.execution.placement, workload.training.rows
-    if workload.sampler.placement is not None:
+    where = workload.execution.placement
+    if workload.sampler.own_devices:
         return None
     for times in range(len(devices) // where.devices, 1, -1):
         wider = replace(where, fsdp=times * where.fsdp)
         text, step = f"placement.fsdp = {wider.fsdp}", workload.varied(placement=wider)
         if _possible(step):
             return text, step
-        sizes = range(wider.shards, rows + 1, wider.shards)
-        size = next((n for n in sizes if rows % n == 0), None)
+        size = next(iter(divisors(workload.training.rows, wider.shards)), None)
         if size is not None and _possible(step.with_micro_batch(size)):
             key, unit = workload.micro_batch
             return f"{text}, {key} = {size * unit}", step.with_micro_batch(size)
@@ -375,23 +378,13 @@ def _possible(workload: Workload) -> bool:
     where = execution.placement
     try:
         workload.training.check()
-        parameters.check(execution.config, execution.numerics, where)
+        for one in {where, workload.training.drawing.placement}:
+            parameters.check(execution.config, execution.numerics, one)
         if tokens is not None:
             rules.check_micro_batch_tokens(tokens, longest=workload.longest, placement=where)
     except InputError:
         return False
     return True
-
-
-def _decode_sharded(workload: Workload) -> Workload:
-    own = "placement" if workload.sampler.placement is None else "sampler_placement"
-    sharded = replace(workload.training.drawing.placement, decode="sharded")
-    return workload.varied(**{own: sharded})
-
-
-def _narrow(workload: Workload) -> Workload:
-    numerics = replace(workload.execution.numerics, compute_dtype="bfloat16")
-    return workload.varied(numerics=numerics)
 
 
 def _fits(workload: Workload, devices: Devices, most: int, *, drawing: bool = False) -> bool:
@@ -404,10 +397,58 @@ def _used(workload: Workload, devices: Devices) -> Devices:
     return tuple(devices[: workload.execution.placement.devices])
 
 
-def _split(workload: Workload, need: Need, devices: Devices, most: int) -> str:
-    """What is left when no setting helps on these devices: more of them, or a smaller model."""
-    more = -(-need.total // most)
-    return (
-        f"no setting makes it fit on {len(devices)} of these; placement.fsdp = {more} or more, on"
-        " as many, splits masters, optimiser and gradient"
-    )
+def advice(workload: Workload, stage: str, devices: Devices, *, slots: int | None) -> Iterator[str]:
+    """Changes that would make a compiled program fit, a line each, those that cost least first.
+
+    Args:
+      stage: the program that does not fit: "sampler", "scoring" or "update".
+      slots: the most sequences at a time for which the sampler fits; 0 if it never does, None
+        if that is not known.
+    """
+    where = workload.execution.placement
+    if (wider := _wider(workload, devices)) is not None:
+        yield f"{wider[0]}: the slice has devices that nothing lies on"
+    fsdp = where.data * where.fsdp
+    merged = workload.varied(placement=replace(where, data=1, fsdp=fsdp))
+    if where.data > 1 and _possible(merged):
+        now, then = (workloads.resident(it, devices, "scoring") for it in (workload, merged))
+        yield (
+            f"placement.data = 1 with placement.fsdp = {fsdp}: masters and optimiser take"
+            f" {then / _GIB:.1f} instead of {now / _GIB:.1f} GiB a device"
+        )
+    if stage == "sampler":
+        yield from _of_sampler(workload, slots, devices)
+    else:
+        yield from _of_learner(workload)
+    if workload.execution.numerics.compute_dtype == "float32":
+        yield 'numerics.dtype = "bfloat16": half the weights, keys and values, and activations'
+    yield "a slice of more chips: a batch's rows, masters and optimiser are split over all of them"
+
+
+def _of_sampler(workload: Workload, slots: int | None, devices: Devices) -> Iterator[str]:
+    where, numerics = workload.training.drawing.placement, workload.execution.numerics
+    key, field = _of_drawing(workload)
+    if slots:
+        yield f"sampler.slots = {slots}: this many sequences are decoded at a time, same bits"
+    yield "sampling.max_tokens: room for keys and values is made for the longest response"
+    if where.decode == "whole" and where.fsdp > 1:
+        whole = workloads.weight_bytes(workload) / where.tensor
+        saved = whole * (1 - 1 / where.fsdp) / _GIB
+        yield (
+            f'{key}.decode = "sharded": {saved:.1f} GiB less a device, but all weights are gathered'
+            " for every token"
+        )
+    wider = replace(where, tensor=2 * where.tensor)
+    tiled = replace(numerics, column_tiles=math.lcm(numerics.column_tiles, wider.tensor))
+    spread = {field: wider, "numerics": tiled}
+    if wider.devices <= len(devices) and _possible(workload.varied(**spread)):
+        yield f"{key}.tensor = {wider.tensor}: half the weights and key heads a device"
+
+
+def _of_learner(workload: Workload) -> Iterator[str]:
+    shards = workload.execution.placement.shards
+    if not workload.learning.remat:
+        yield "learner.remat = true: activations of one layer at a time, for a second forward"
+    if workload.full_rows > shards:
+        key, unit = workload.micro_batch
+        yield f"{key} = {shards * unit}: one sequence a device at a time"

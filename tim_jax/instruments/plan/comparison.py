@@ -11,6 +11,7 @@ makes new ones: that is no difference either.
 
 import base64
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -98,11 +99,8 @@ class Operation:
 def operations(module: Module) -> Iterator[Operation]:
     """All operations of a program, each once."""
     for visit in hlo.visits(module):
-        if visit.fused:
-            continue
-        operation = _operation(visit.instruction, visit.computation, module)
-        if operation is not None:
-            yield operation
+        if not visit.fused and (found := _operation(visit.instruction, visit.computation, module)):
+            yield found
 
 
 def layout(one: Type) -> str:
@@ -140,8 +138,12 @@ def _operation(one: Instruction, computation: Computation, module: Module) -> Op
     return Operation(
         kind=kind,
         name=name,
+        # Integers tell a kernel where it reads and writes.
         operands=tuple(
-            t for name in read for t in computation[name].types if not _places(t, kernel)
+            one
+            for name in read
+            for one in computation[name].types
+            if not (kernel and one.dtype.startswith(_INTEGERS))
         ),
         results=one.types,
         summed=tuple(sorted(n for i, c in (*products, *sums) for n in _summed(i, c))),
@@ -150,11 +152,6 @@ def _operation(one: Instruction, computation: Computation, module: Module) -> Op
         place=place,
         in_place=tuple(written),
     )
-
-
-def _places(one: Type, kernel: bool) -> bool:
-    """Whether a kernel is told by these integers where it reads and writes."""
-    return kernel and one.dtype.startswith(_INTEGERS)
 
 
 def _kind(sums: list[tuple[Instruction, Computation]]) -> str:
@@ -188,17 +185,12 @@ def _summed(one: Instruction, computation: Computation) -> list[int]:
     if one.opcode in _ACROSS:
         return []
     dims = computation[one.operands[0]].types[0].dims
-    if one.opcode == "reduce":
-        return [dims[int(axis)] for axis in _listed("dimensions", one.attributes)]
-    if one.opcode == "dot":
-        return [dims[int(axis)] for axis in _listed("lhs_contracting_dims", one.attributes)]
+    axes = {"reduce": "dimensions", "dot": "lhs_contracting_dims"}.get(one.opcode)
+    if axes:
+        match = re.search(rf"\b{axes}=\{{([\d,]*)\}}", one.attributes)
+        return [dims[int(axis)] for axis in match[1].split(",") if axis] if match else []
     labels = re.search(r"dim_labels=([\w?]+)_", one.attributes)
     return [dims[labels[1].index("f")]] if labels else []
-
-
-def _listed(name: str, attributes: str) -> list[str]:
-    match = re.search(rf"\b{name}=\{{([\d,]*)\}}", attributes)
-    return [n for n in match[1].split(",") if n] if match else []
 
 
 def _written(one: Instruction, computation: Computation, module: Module) -> str:
@@ -259,12 +251,11 @@ def compare(
       weights: shapes of the model's weights. These must be the same in both programs; other arrays
         may have different numbers of rows.
     """
-    counts: dict[Operation, int] = {}
-    for operation in operations(hlo.parse(sampler)):
-        counts[operation] = counts.get(operation, 0) + 1
-    candidates = {
+    counts = Counter(operations(hlo.parse(sampler)))
+    # In their order, so that among equally near ones the first is named.
+    candidates = dict.fromkeys(
         other for text in learner for other in operations(hlo.parse(text)) if not backward(other)
-    }
+    )
     matches = [_nearest(one, count, candidates, weights) for one, count in counts.items()]
     return tuple(sorted(matches, key=lambda match: (not match.differences, match.operation.name)))
 

@@ -10,7 +10,7 @@ along a line.
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from math import prod
@@ -58,24 +58,23 @@ class Call:
 class Work:
     """Work of one device; of a program that is not local to devices, of all of them."""
 
-    flops: Times = 0  # of products, a multiplication and an addition are two
     kernels: Mapping[Call, Times] = field(default_factory=dict)  # how often each is called
     products: Mapping[Call, Times] = field(default_factory=dict)  # those outside kernels
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(
-            self.flops + other.flops,
-            _sum(self.kernels, other.kernels),
-            _sum(self.products, other.products),
-        )
+        kernels, products = _sum(self.kernels, other.kernels), _sum(self.products, other.products)
+        return Work(kernels, products)
 
     def times(self, count: Times) -> "Work":
         """The work of `count` repetitions."""
-        repeated = (
-            {call: n * count for call, n in calls.items()}
-            for calls in (self.kernels, self.products)
-        )
-        return Work(self.flops * count, *repeated)
+        both = ({call: n * count for call, n in x.items()} for x in (self.kernels, self.products))
+        return Work(*both)
+
+    @property
+    def flops(self) -> Times:
+        """Operations of products; a multiplication and an addition are two."""
+        calls = (*self.kernels.items(), *self.products.items())
+        return sum(call.flops * count for call, count in calls)
 
     @property
     def kernel_bytes(self) -> int:
@@ -91,7 +90,7 @@ def _rounded(calls: Mapping[Call, Times]) -> Mapping[Call, int]:
     return {call: round(count) for call, count in calls.items()}
 
 
-def count(jaxpr: Any, trips: Sequence[Times] = ()) -> Work:
+def count(jaxpr: Any, trips: Iterable[Times] = ()) -> Work:
     """Work of a jaxpr, inner ones included.
 
     A branch counts as its most expensive side; so a kernel counts all its blocks, also those that
@@ -101,18 +100,14 @@ def count(jaxpr: Any, trips: Sequence[Times] = ()) -> Work:
     Args:
       trips: of the loops that end by a condition, in the program's order; others count once.
     """
-    return _count(jaxpr, iter(trips))
+    jaxpr, trips = getattr(jaxpr, "jaxpr", jaxpr), iter(trips)
+    return sum((_equation(one, trips) for one in jaxpr.eqns if runs(one, jaxpr)), Work())
 
 
 def live(jaxpr: Any) -> Any:
     """The jaxpr without what no result needs; compilers leave that out as well."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
-
-
-def _count(jaxpr, trips: Iterator[Times]) -> Work:
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return sum((_equation(one, trips) for one in jaxpr.eqns if runs(one, jaxpr)), Work())
 
 
 def runs(equation, jaxpr) -> bool:
@@ -130,22 +125,24 @@ def _equation(equation, trips: Iterator[Times]) -> Work:
         (contracted, _), _ = params["dimension_numbers"]
         shape = equation.invars[0].aval.shape
         summed = prod(shape[axis] for axis in contracted)
-        flops = 2 * prod(equation.outvars[0].aval.shape) * summed
-        arrays = (one.aval for one in (*equation.invars, *equation.outvars))
-        moved = sum(one.size * one.dtype.itemsize for one in arrays)
-        return Work(flops, products={Call("product", 1, flops, moved, moved): 1})
+        flops, moved = 2 * prod(equation.outvars[0].aval.shape) * summed, _array_bytes(equation)
+        return Work(products={Call("product", 1, flops, moved, moved): 1})
     if name in PRIMITIVES:
         call = _stated(equation) if "meshes" in params else _kernel(params, equation.invars)
-        return Work(call.flops, {call: 1})
+        return Work({call: 1})
     if name == "while":
         times = next(trips, 1)
-        return _count(params["body_jaxpr"], trips).times(times) + _count(
-            params["cond_jaxpr"], trips
-        )
+        return count(params["body_jaxpr"], trips).times(times) + count(params["cond_jaxpr"], trips)
     if name == "cond":
-        return max((_count(one, trips) for one in params["branches"]), key=lambda w: w.flops)
-    inner = sum((_count(one, trips) for one in jaxprs_in_params(params)), Work())
+        return max((count(one, trips) for one in params["branches"]), key=lambda w: w.flops)
+    inner = sum((count(one, trips) for one in jaxprs_in_params(params)), Work())
     return inner.times(params["length"]) if name == "scan" else inner
+
+
+def _array_bytes(equation) -> int:
+    """Of an equation's operands and results."""
+    arrays = (one.aval for one in (*equation.invars, *equation.outvars))
+    return sum(one.size * one.dtype.itemsize for one in arrays)
 
 
 def _kernel(params, operands: Sequence[Any]) -> Call:
@@ -170,8 +167,13 @@ def _kernel(params, operands: Sequence[Any]) -> Call:
         flops = round(count(params["jaxpr"]).flops * programs)
         parts = Counter[int]()
         for name, one in zip(names, blocks, strict=True):
-            copies = programs if on_gpu else _count_copies(one, mapping.grid)
-            parts[name] += copies * _bytes(_block_shape(one), one)
+            copies = programs
+            if not on_gpu:  # a copy whenever its index changes, the last axis fastest
+                used = _axes_used(one.index_map_jaxpr, len(mapping.grid))
+                copies = prod(mapping.grid[: max(used, default=-1) + 1])
+            # Without what lies beyond the array.
+            block = tuple(map(min, _sizes(one), one.array_aval.shape))
+            parts[name] += copies * _bytes(block, one)
         loaded = parts.total()
         memory = sum(min(whole, parts[name]) for name, whole in wholes.items())
     tile = _tile(params["compiler_params"], names, blocks, mapping.grid) if on_gpu else None
@@ -207,8 +209,7 @@ def _stated(equation) -> Call:
     """What its author states of a Mosaic kernel for GPUs, whose loads are in its code alone."""
     params = equation.params
     (mesh,), cost = params["meshes"], params["cost_estimate"]
-    arrays = [one.aval for one in (*equation.invars, *equation.outvars)]
-    memory = min(sum(one.size * one.dtype.itemsize for one in arrays), cost.bytes_accessed)
+    memory = min(_array_bytes(equation), cost.bytes_accessed)
     return Call(params["name"], prod(mesh.grid), cost.flops, cost.bytes_accessed, memory)
 
 
@@ -218,19 +219,8 @@ def _sizes(block) -> list[int]:
     ]
 
 
-def _block_shape(block) -> tuple[int, ...]:
-    """A block's, without what lies beyond the array."""
-    return tuple(map(min, _sizes(block), block.array_aval.shape))
-
-
 def _bytes(shape: tuple[int, ...], block) -> int:
     return prod(shape) * block.array_aval.dtype.itemsize
-
-
-def _count_copies(block, grid: tuple[int, ...]) -> int:
-    """Copies of a block, one whenever its index changes, the last axis fastest."""
-    innermost = max(_axes_used(block.index_map_jaxpr, len(grid)), default=-1)
-    return prod(grid[: innermost + 1])
 
 
 def _axes_used(index_map, count: int) -> set[int]:
@@ -373,58 +363,44 @@ def group_size(attributes: str, partitions: int) -> int:
 _SCALARS = 1024  # bytes, more than those of a few numbers
 
 
-def bytes_accessed(
-    module: Module, trips: Sequence[Times] = (), *, of: Callable[[Visit], bool] | None = None
-) -> int:
-    """Bytes that the instructions of XLA read and write in a chip's memory.
+@dataclass(frozen=True)
+class Instructions:
+    """What XLA's instructions do in one run of a program, on one device."""
+
+    launches: int = 0  # that run, kernels included
+    accessed: int = 0  # bytes read and written in memory, without those of kernels
+    copied: int = 0  # bytes of these: of slices of stacks, and of updates in place
+    filled: int = 0  # bytes of these: of arrays that are made without reading others
+    made: int = 0  # elements of such arrays
+
+
+def instructions(module: Module, trips: Sequence[Times] = ()) -> Instructions:
+    """Counts instructions outside fusions, each as often as it runs. `trips`: see `hlo.visits`.
 
     A fusion reads its arguments and writes its results; of arrays that it only slices or updates in
-    part, the part counts. Kernels (custom calls) are not included. `trips`: see `hlo.visits`.
-    `of`: of the instructions alone of which it says so.
+    part, the part counts.
     """
-
-    def accessed(visit: Visit) -> int:
-        counted = of is None or of(visit)
-        return _accessed(visit.instruction, visit.computation, module) if counted else 0
-
-    return _total(module, trips, accessed)
-
-
-def _total(module: Module, trips: Sequence[Times], of: Callable[[Visit], int]) -> int:
-    """The sum over instructions outside fusions, each as often as it runs."""
-    visits = hlo.visits(module, trips)
-    return round(sum(visit.times * of(visit) for visit in visits if not visit.fused))
-
-
-def copies(visit: Visit) -> bool:
-    """Whether XLA slices a stack, or updates one in place, by a copy, as it does on a GPU."""
-    return visit.instruction.opcode == "fusion-start"
+    total: dict[str, Times] = {one.name: 0 for one in fields(Instructions)}
+    for visit in hlo.visits(module, trips):
+        one, times = visit.instruction, visit.times
+        if visit.fused:
+            continue
+        kernel = one.opcode in ("custom-call", "custom-call-start")
+        moved = times * _accessed(one, visit.computation, module)
+        total["launches"] += times * (kernel or not _is_free(one))
+        total["accessed"] += moved
+        if one.opcode == "fusion-start":  # as a GPU slices a stack, or updates one in place
+            total["copied"] += moved
+        elif _fills(one, visit.computation):
+            total["filled"] += moved
+            total["made"] += times * sum(prod(made.dims) for made in one.types)
+    return Instructions(**{name: round(count) for name, count in total.items()})
 
 
-def fills(visit: Visit) -> bool:
+def _fills(one: Instruction, computation: Computation) -> bool:
     """Whether it makes an array and reads none."""
-    one = visit.instruction
-    read = sum(visit.computation[name].bytes for name in one.operands if name in visit.computation)
+    read = sum(computation[name].bytes for name in one.operands if name in computation)
     return one.opcode == "fusion" and read < _SCALARS and one.bytes > _SCALARS
-
-
-def elements_filled(module: Module, trips: Sequence[Times] = ()) -> int:
-    """Elements of the arrays of which `fills` says so. `trips`: see `hlo.visits`."""
-
-    def elements(visit: Visit) -> int:
-        return sum(prod(one.dims) for one in visit.instruction.types) if fills(visit) else 0
-
-    return _total(module, trips, elements)
-
-
-def launches(module: Module, trips: Sequence[Times] = ()) -> int:
-    """How many instructions and kernels run. `trips`: see `hlo.visits`."""
-
-    def launched(visit: Visit) -> bool:
-        kernel = visit.instruction.opcode in ("custom-call", "custom-call-start")
-        return kernel or not _is_free(visit.instruction)
-
-    return _total(module, trips, launched)
 
 
 def _is_free(one: Instruction) -> bool:
@@ -516,16 +492,8 @@ class Figures:
     bytes_accessed: int  # of a chip's memory
     collectives: Mapping[str, Traffic]
     kernels: Mapping[Call, int] = field(default_factory=dict)  # how often each is called
-    launches: int = 0  # instructions that run, kernels included
     products: Mapping[Call, int] = field(default_factory=dict)  # outside kernels
-    copied: int = 0  # bytes of `bytes_accessed`: of slices of stacks, and of updates in place
-    filled: int = 0  # bytes of these: of arrays that are made without reading others
-    made: int = 0  # elements of such arrays
-
-    @property
-    def collective_bytes(self) -> int:
-        """Bytes that arrive at a device, over all kinds of collectives."""
-        return sum(one.bytes for one in self.collectives.values())
+    own: Instructions = Instructions()
 
 
 @dataclass(frozen=True)
@@ -551,8 +519,9 @@ def compiled(program: Program, target: Target) -> Compiled:
         traced = program.function.trace(*program.arguments)
         lowered = traced.lower(lowering_platforms=(target.platform,))
     done = count(live(traced.jaxpr), program.trips)
+    text, across, own = "", {}, Instructions()
     try:
-        executable = lowered.compile(compiler_options=dict(target.options) or None)
+        executable = lowered.compile(compiler_options=target.options or None)
     except jax.errors.JaxRuntimeError as error:
         memory = of_refusal(str(error))
         if memory is None:
@@ -560,21 +529,18 @@ def compiled(program: Program, target: Target) -> Compiled:
             raise InputError(
                 f"plan: the compiler of {target.name} fails on the {program.name} ({reason})"
             ) from None
-        figures = Figures(memory, round(done.flops), done.kernel_bytes, {}, _rounded(done.kernels))
-        return Compiled(figures, "", time.perf_counter() - start)
-    text = executable.as_text() or ""
-    module = hlo.parse(text)
+    else:
+        memory, text = of(executable), executable.as_text() or ""
+        module = hlo.parse(text)
+        across, own = collectives(module, program.trips), instructions(module, program.trips)
     figures = Figures(
-        memory=of(executable),
+        memory,
         flops=round(done.flops),
-        bytes_accessed=bytes_accessed(module, program.trips) + done.kernel_bytes,
-        collectives=collectives(module, program.trips),
+        bytes_accessed=own.accessed + done.kernel_bytes,
+        collectives=across,
         kernels=_rounded(done.kernels),
-        launches=launches(module, program.trips),
         products=_rounded(done.products),
-        copied=bytes_accessed(module, program.trips, of=copies),
-        filled=bytes_accessed(module, program.trips, of=fills),
-        made=elements_filled(module, program.trips),
+        own=own,
     )
     return Compiled(figures, text, time.perf_counter() - start)
 

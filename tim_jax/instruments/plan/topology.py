@@ -1,10 +1,10 @@
-"""TPU slices and GPUs by name, and their devices, to compile for without having them."""
+"""TPU slices and GPUs by name, with their rates and devices, to compile for without having them."""
 
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -24,40 +24,44 @@ COMPILER_OPTIONS: Mapping[str, bool] = MappingProxyType({"xla_gpu_enable_triton_
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A GPU of compute capability 9.0, by NVIDIA's data sheet."""
+class Rates:
+    """Rates of one device, a second, and overheads in seconds."""
+
+    bfloat16: float  # operations of products
+    float32: float
+    memory: float  # bytes
+    links: float  # bytes received from other devices
+    launch: float  # of an instruction
+    step: float = 0.0  # of a kernel's grid
+    cache: float = 0.0  # bytes between cache and cores; 0: programs load from memory
+    cores: int = 1  # that run programs of a kernel side by side
+    core: float = float("inf")  # bytes that one of them loads
+
+    def products(self, dtype: str) -> float:
+        """Operations of products a second, in this compute dtype."""
+        return self.float32 if dtype == "float32" else self.bfloat16
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A kind of chip that is planned for."""
 
     text: str
-    memory: int  # bytes
-    bandwidth: int  # bytes a second, of its memory
-    cache: int  # bytes, level 2
-    cores: int = 132  # streaming multiprocessors
+    platform: str
+    capacity: int  # bytes of a device's memory that programs may have
+    slices: tuple[str, ...]  # by chips, ascending; GPUs of one machine by their number
+    rates: Rates
+    devices_per_chip: int = 1
+    description: str = ""  # of a GPU: XLA's GpuTargetConfigProto, as text
 
-    @property
-    def capacity(self) -> int:
-        """Bytes that JAX lets programs have."""
-        return round(SHARE * self.memory)
-
-    @property
-    def description(self) -> str:
-        """XLA's GpuTargetConfigProto, as text."""
-        return _CONFIG.format(gpu=self)
-
-
-GPUS: Mapping[str, Gpu] = MappingProxyType(
-    {
-        "h100": Gpu("NVIDIA H100", 85_520_809_984, 3_350_000_000_000, 50 * 2**20),
-        "h200": Gpu("NVIDIA H200", 150_754_820_096, 4_800_000_000_000, 60 * 2**20),
-    }
-)
 
 _CONFIG = """
 platform_name: "CUDA"
-device_description_str: "{gpu.text}"
+device_description_str: "{text}"
 dnn_version_info {{ major: 9 minor: 14 }}
 gpu_device_info {{
-  name: "{gpu.text}"
-  model_str: "sm_9.0a {gpu.text}"
+  name: "{text}"
+  model_str: "sm_9.0a {text}"
   device_vendor: "NVIDIA Corporation"
   cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
   platform_version: "Compute Capability 9.0a"
@@ -65,12 +69,12 @@ gpu_device_info {{
   runtime_version: "13.0.0"
   compile_time_toolkit_version: "13.0.0"
   dnn_version: "9.14.0"
-  core_count: {gpu.cores}
+  core_count: {cores}
   fpus_per_core: 128
   clock_rate_ghz: 1.98
-  device_memory_size: {gpu.memory}
-  memory_bandwidth: {gpu.bandwidth}
-  l2_cache_size: {gpu.cache}
+  device_memory_size: {memory}
+  memory_bandwidth: {bandwidth}
+  l2_cache_size: {cache}
   pcie_bandwidth: 34359738368
   device_address_bits: 64
   ecc_enabled: true
@@ -90,38 +94,53 @@ gpu_device_info {{
   thread_dim_limit_z: 64
 }}
 """
-
-
-_GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A kind of chip that is planned for."""
-
-    text: str
-    capacity: int  # bytes of a device's memory that its compiler lets a program have
-    slices: tuple[str, ...]  # by chips, ascending; GPUs of one machine by their number
-    devices_per_chip: int = 1
-    platform: str = "tpu"
-
-
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _DEEP = (
     *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4"),
     *("4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16"),
 )
-# Capacities are those that libtpu 0.0.52 names when it refuses a program.
+
+
+def _tpu(
+    text: str,
+    gib: float,
+    slices: tuple[str, ...],
+    bfloat16: float,
+    memory: float,
+    links: float,
+    devices_per_chip: int = 1,
+) -> Generation:
+    """Its memory is what libtpu 0.0.52 names when it refuses a program."""
+    # A float32 product is six products of bfloat16 parts.
+    rates = Rates(bfloat16, bfloat16 / 6, memory, links, launch=1e-6, step=0.35e-6)
+    return Generation(text, "tpu", round(gib * 2**30), slices, rates, devices_per_chip)
+
+
+def _hopper(text: str, memory: int, bandwidth: int, cache: int) -> Generation:
+    """A GPU of compute capability 9.0, by bytes of NVIDIA's data sheet."""
+    cores = 132
+    core = 110e9  # 64 bytes a clock
+    rates = Rates(
+        989e12, 67e12, bandwidth, 450e9, launch=2e-6, cache=5.5e12, cores=cores, core=core
+    )
+    description = _CONFIG.format(
+        text=text, memory=memory, bandwidth=bandwidth, cache=cache, cores=cores
+    )
+    capacity, machines = round(SHARE * memory), ("1", "2", "4", "8")
+    return Generation(text, "cuda", capacity, machines, rates, description=description)
+
+
+# Rates of products, memory and links by the makers' data sheets (links in one direction). Launches,
+# steps of a grid and the cache are assumptions.
 GENERATIONS: Mapping[str, Generation] = MappingProxyType(
     {
-        "v5e": Generation("TPU v5e", round(15.75 * _GIB), _FLAT),
-        "v5p": Generation("TPU v5p", round(95.73 * _GIB), _DEEP),
-        "v6e": Generation("TPU v6e", round(31.24 * _GIB), _FLAT),
-        "tpu7x": Generation("TPU7x", round(94.74 * _GIB), _DEEP, devices_per_chip=2),
-    }
-    | {
-        name: Generation(gpu.text, gpu.capacity, ("1", "2", "4", "8"), platform="cuda")
-        for name, gpu in GPUS.items()
+        "v5e": _tpu("TPU v5e", 15.75, _FLAT, 197e12, 819e9, 200e9),
+        "v5p": _tpu("TPU v5p", 95.73, _DEEP, 459e12, 2765e9, 600e9),
+        "v6e": _tpu("TPU v6e", 31.24, _FLAT, 918e12, 1640e9, 400e9),
+        # Rates are those of one of a chip's two devices.
+        "tpu7x": _tpu("TPU7x", 94.74, _DEEP, 1153e12, 3690e9, 300e9, 2),
+        "h100": _hopper("NVIDIA H100", 85_520_809_984, 3_350_000_000_000, 50 * 2**20),
+        "h200": _hopper("NVIDIA H200", 150_754_820_096, 4_800_000_000_000, 60 * 2**20),
     }
 )
 _NAME = re.compile(r"([\w.-]+):([0-9]{1,6}(?:x[0-9]{1,6}){0,3})")
@@ -136,8 +155,21 @@ class Target:
     devices: Devices
     capacity: int  # bytes a device
     chips: int
-    cores: int = 1  # of a device
-    options: Mapping[str, Any] = field(default_factory=dict)  # of its compiler
+
+    @property
+    def kind(self) -> str:
+        """The name of its generation."""
+        return self.name.partition(":")[0]
+
+    @property
+    def rates(self) -> Rates | None:
+        """Of one of its devices, if they are known."""
+        return GENERATIONS[self.kind].rates if self.kind in GENERATIONS else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of its compiler."""
+        return dict(COMPILER_OPTIONS) if self.platform == "cuda" else {}
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -146,7 +178,7 @@ class Target:
         if one.platform == jax.default_backend():
             yield
             return
-        cores = getattr(one, "num_cores", self.cores)
+        cores = getattr(one, "num_cores", self.rates.cores if self.rates else 1)
         device = AbstractDevice(one.device_kind, cores, self.platform)
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             yield
@@ -185,10 +217,8 @@ def count_chips(sizes: str) -> int:
 
 def smallest(kind: str, wanted: int) -> str | None:
     """The smallest slice of a generation with at least `wanted` chips, by its whole name."""
-    for sizes in GENERATIONS[kind].slices:
-        if count_chips(sizes) >= wanted:
-            return f"{kind}:{sizes}"
-    return None
+    slices = GENERATIONS[kind].slices
+    return next((f"{kind}:{sizes}" for sizes in slices if count_chips(sizes) >= wanted), None)
 
 
 def check_devices(name: str, wanted: int) -> None:
@@ -208,44 +238,32 @@ def target(name: str) -> Target:
     Raises:
       InputError: as `check`; what it takes is not installed, or does not go with this JAX.
     """
-    generation, _ = check(name)
-    return _gpus(name) if generation.platform == "cuda" else _slice(name, generation)
-
-
-def _slice(name: str, generation: Generation) -> Target:
-    if importlib.util.find_spec("libtpu") is None:
+    generation, count = check(name)
+    platform, description = generation.platform, generation.description
+    if platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         raise InputError(
             "plan: compiling for a TPU needs libtpu, which is not installed; install tim-jax[plan]"
         )
-    # Hosts have 2x2 chips unless told otherwise, and libtpu 0.0.41 refuses a smaller slice.
-    host = {"chips_per_host_bounds": [1, 1, 1]} if count_chips(name.partition(":")[2]) == 1 else {}
+    if platform == "cuda":  # partitions, hosts of each, devices of each
+        what: dict[str, Any] = {
+            "topology_name": "",
+            "topology": f"1x1x{count}",
+            "target_config": description,
+        }
+        lacking = (
+            "compiling for a GPU needs JAX's plugin for CUDA, which does not work here with {};"
+            " install tim-jax[cuda]"
+        )
+    else:
+        # Hosts have 2x2 chips unless told otherwise, and libtpu 0.0.41 refuses a smaller slice.
+        single = count == generation.devices_per_chip
+        what = {"topology_name": name} | ({"chips_per_host_bounds": [1, 1, 1]} if single else {})
+        lacking = f"libtpu has no devices of {name} with {{}}"
     try:
-        topology: Any = topologies.get_topology_desc(platform="tpu", topology_name=name, **host)
-    except Exception as error:  # whatever libtpu and its loader raise
-        raise InputError(f"plan: libtpu has no devices of {name} with {_reason(error)}") from None
+        topology: Any = topologies.get_topology_desc(platform=platform, **what)
+    except Exception as error:  # whatever the plugin and its loader raise
+        reason = f"jax {jax.__version__} ({' '.join(str(error).split())[:200]})"
+        raise InputError(f"plan: {lacking.format(reason)}") from None
     devices = tuple(topology.devices)
     chips = len(devices) // generation.devices_per_chip
-    return Target(name, "tpu", devices, generation.capacity, chips)
-
-
-def _reason(error: Exception) -> str:
-    return f"jax {jax.__version__} ({' '.join(str(error).split())[:200]})"
-
-
-def _gpus(name: str) -> Target:
-    kind, _, count = name.partition(":")
-    gpu = GPUS[kind]
-    try:
-        topology: Any = topologies.get_topology_desc(
-            platform="cuda",
-            topology_name="",
-            topology=f"1x1x{count}",  # partitions, hosts of each, devices of each
-            target_config=gpu.description,
-        )
-    except Exception as error:  # whatever the plugin and its loader raise
-        raise InputError(
-            f"plan: compiling for a GPU needs JAX's plugin for CUDA, which does not work here with"
-            f" {_reason(error)}; install tim-jax[cuda]"
-        ) from None
-    devices = tuple(topology.devices)
-    return Target(name, "cuda", devices, gpu.capacity, len(devices), gpu.cores, COMPILER_OPTIONS)
+    return Target(name, platform, devices, generation.capacity, chips)

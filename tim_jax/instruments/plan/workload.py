@@ -1,15 +1,20 @@
 """A training step to compile: its programs, and the shapes of their arguments."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from math import prod
+from pathlib import Path
 from statistics import NormalDist
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import placement
 from tim_jax.common.types import Prompts, Rollout, make_key, route_dtype
@@ -19,11 +24,18 @@ from tim_jax.model.execution import Execution
 from tim_jax.model.weights import param_axes, parameter_shapes, weight_axes
 from tim_jax.placement import Devices
 from tim_jax.policy import sampler
-from tim_jax.rl import micro_batches, programs
+from tim_jax.rl import programs
 from tim_jax.rl.training import Sampler, Training
-from tim_jax.rl.types import Learning
+from tim_jax.rl.types import Learning, fill
 
 Tree = Any
+
+# Architectures by their names on the Hugging Face hub, so that plans need no network: of each
+# config.json what the forward computes with, and the tokens. DeepSeek-V3 has a further layer that
+# predicts the token after next, which is left out, as `transformers` leaves it out.
+PUBLISHED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    json.loads((Path(__file__).parents[2] / "data" / "known_models.json").read_text())
+)
 
 
 @dataclass(frozen=True)
@@ -118,11 +130,6 @@ class Workload:
         return 0 if same and not self.sampler.own_devices else self.training.kept_weights + 1
 
     @property
-    def scores(self) -> bool:
-        """Whether a step has a forward of the learner before its updates."""
-        return self.learning.needs_forward or self.has_reference
-
-    @property
     def has_reference(self) -> bool:
         """True if the loss or the reward has a KL to a frozen reference policy."""
         return self.learning.objective.has_reference
@@ -168,8 +175,14 @@ def sampling(workload: Workload, devices: Devices) -> Program:
         devices=laid.devices,
         mismatch=workload.sampler.mismatch,
     )
-    key = laid.whole(jax.eval_shape(lambda: make_key(0)))
-    arguments = (laid.weights, laid.prompts, key)
+    count = workload.training.prompts_per_step
+    prompts = Prompts(
+        tokens=_shape((count, workload.prompt_length), jnp.int32),
+        lengths=_shape((count,), jnp.int32),
+        ids=_shape((count,), jnp.int32),
+    )
+    key = jax.eval_shape(lambda: make_key(0))
+    arguments = (laid.weights, *laid.whole((prompts, key)))
     return Program("sampler", program, arguments, decode_steps(workload))
 
 
@@ -204,7 +217,7 @@ def parts(workload: Workload) -> list[np.ndarray]:
     assert workload.tokens is not None
     lengths, shards = workload.lengths, workload.execution.placement.shards
     own = workload.tokens // shards
-    filled = partial(micro_batches.fill, tokens=own, rows=workload.part_rows)
+    filled = partial(fill, tokens=own, rows=workload.part_rows)
     part_of = np.asarray(jax.jit(filled)(jnp.asarray(lengths)))
     return [lengths[part_of == number] for number in range(part_of.max() + 1)]
 
@@ -234,31 +247,38 @@ def learner_trips(workload: Workload, stage: str) -> tuple[Times, ...]:
     return len(of_parts), *groups, head, head, *again, *groups
 
 
+def held(workload: Workload, state: Tree, weights: Tree, base: Tree) -> dict[str, int]:
+    """Bytes of what a run keeps on a device, by what it is; the trees are those of `laid_out`."""
+    masters, computed = bytes_per_device(state.params), bytes_per_device(weights)
+    return {
+        "masters": masters,
+        "the adapters' base": bytes_per_device(base),
+        "optimiser": bytes_per_device(state) - masters,
+        "weights": computed,
+        "reference": workload.has_reference * (masters + computed),
+        "older weights": workload.training.kept_weights * computed,
+    }
+
+
 def resident(workload: Workload, devices: Devices, stage: str) -> int:
     """Bytes on a device during a stage that are not arguments of its program.
 
-    These are optimiser and masters while sampling, unless they wait on the host; the weights of a
-    sampler with another placement, and older ones that are kept; and those of a reference
-    policy with its masters, which checkpoints need; and before an update those of an adapter's
-    base. A sampler on devices of its own has only its weights there. Padding by layouts is not
-    counted.
+    These are what else the run keeps, but for a state that waits on the host while sampling, and
+    further copies of the weights of a sampler with another placement. On devices of its own it has
+    these alone. Padding by layouts is not counted.
     """
     laid = _Laid(workload, workload.execution, devices)
-    weights, state = bytes_per_device(laid.weights), bytes_per_device(laid.state)
-    base = bytes_per_device(laid.base)
-    masters = bytes_per_device(laid.state.params)
-    reference = weights + masters if workload.has_reference else 0
-    ahead = workload.training.kept_weights * weights
+    kept = held(workload, laid.state, laid.weights, laid.base)
     if stage == "sampler":
         copies = workload.sampler_copies
         own = max(0, copies - 1) * bytes_per_device(drawing_weights(workload)[0])
         if workload.sampler.own_devices:
             return own
-        kept = base + (0 if offloaded(workload, devices) else state)
-        return kept + reference + (weights if copies else 0) + own + ahead
+        waiting = kept["masters"] + kept["optimiser"] if offloaded(workload, devices) else 0
+        return sum(kept.values()) + own - waiting - (0 if copies else kept["weights"])
     if stage == "scoring":  # whose arguments the reference's weights are
-        return base + state + ahead + (masters if workload.has_reference else 0)
-    return reference + ahead + laid.unread_base
+        return sum(kept.values()) - (1 + workload.has_reference) * kept["weights"]
+    return kept["reference"] + kept["older weights"] + laid.unread_base
 
 
 def offloaded(workload: Workload, devices: Devices) -> bool:
@@ -275,26 +295,30 @@ def laid_out(workload: Workload, devices: Devices) -> tuple[Tree, Tree, Tree]:
     return laid.state, laid.weights, laid.base
 
 
-def drawing_weights(workload: Workload) -> tuple[Tree, Tree]:
-    """Shapes of the sampler's weights, with their shardings: as it gets them, and as it decodes."""
-    given = workload.training.drawing
-    return _laid_weights(given), _laid_weights(sampler.in_loop(given)[0])
-
-
-def _laid_weights(execution: Execution) -> Tree:
-    """Shapes of an execution's weights with their shardings, whatever devices there are."""
-    on = AbstractMesh(execution.placement.shape, placement.AXES)
-    shapes = jax.eval_shape(execution.prepare, parameter_shapes(execution.config))
-    leaf_axes = weight_axes(execution.config, execution.numerics)
-    targets = placement.shardings(leaf_axes, on)
-    return jax.tree.map(lambda x, s: _shape(x.shape, x.dtype, s), shapes, targets)
+def weight_shapes(execution: Execution) -> Tree:
+    """Shapes of the compute weights."""
+    return jax.eval_shape(execution.prepare, parameter_shapes(execution.config))
 
 
 def weight_bytes(workload: Workload) -> int:
     """Bytes of all compute weights."""
-    execution = workload.execution
-    shapes = jax.eval_shape(execution.prepare, parameter_shapes(execution.config))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    leaves = jax.tree.leaves(weight_shapes(workload.execution))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def drawing_weights(workload: Workload) -> tuple[Tree, Tree]:
+    """Shapes of the sampler's weights, with their shardings: as it gets them, and as it decodes.
+
+    Whatever devices there are.
+    """
+
+    def laid(execution: Execution) -> Tree:
+        on = AbstractMesh(execution.placement.shape, placement.AXES)
+        axes = weight_axes(execution.config, execution.numerics)
+        return _on(weight_shapes(execution), placement.shardings(axes, on))
+
+    given = workload.training.drawing
+    return laid(given), laid(sampler.in_loop(given)[0])
 
 
 def bytes_per_device(tree: Tree) -> int:
@@ -302,9 +326,17 @@ def bytes_per_device(tree: Tree) -> int:
 
     def of(leaf) -> int:
         shape = leaf.sharding.shard_shape(leaf.shape)
-        return jax.ShapeDtypeStruct(shape, leaf.dtype).size * leaf.dtype.itemsize
+        return prod(shape) * leaf.dtype.itemsize
 
     return sum(of(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _shape(shape, dtype, sharding=None) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _on(tree: Tree, shardings: Tree) -> Tree:
+    return jax.tree.map(lambda x, s: _shape(x.shape, x.dtype, s), tree, shardings)
 
 
 @dataclass(frozen=True)
@@ -320,14 +352,14 @@ class _Laid:
         """The devices of the slice that the placement uses."""
         return tuple(self.slice_devices[: self.execution.placement.devices])
 
+    @property
+    def mesh(self) -> Mesh:
+        return placement.mesh(self.execution.placement, self.devices)
+
     def whole(self, tree: Tree) -> Tree:
         """The shapes with a sharding by which every device has all of the array."""
-        on = placement.mesh(self.execution.placement, self.devices)
-        everywhere = NamedSharding(on, PartitionSpec())
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
         return jax.tree.map(lambda leaf: _shape(leaf.shape, leaf.dtype, everywhere), tree)
-
-    def _on(self, tree: Tree, shardings: Tree) -> Tree:
-        return jax.tree.map(lambda x, s: _shape(x.shape, x.dtype, s), tree, shardings)
 
     @property
     def built(self) -> programs.Programs:
@@ -341,9 +373,8 @@ class _Laid:
         if self.execution.lora is None:
             return None
         config, dtype = self.execution.config, self.execution.numerics.dtype
-        on = placement.mesh(self.execution.placement, self.devices)
         shapes = jax.tree.map(lambda x: _shape(x.shape, dtype), parameter_shapes(config))
-        return self._on(shapes, placement.shardings(param_axes(config), on))
+        return _on(shapes, placement.shardings(param_axes(config), self.mesh))
 
     @property
     def unread_base(self) -> int:
@@ -362,24 +393,12 @@ class _Laid:
 
     @property
     def weights(self) -> Tree:
-        shapes = parameter_shapes(self.execution.config)
-        return self._on(jax.eval_shape(self.execution.prepare, shapes), self._layout.weights)
+        return _on(weight_shapes(self.execution), self._layout.weights)
 
     @property
     def state(self) -> Tree:
         trained = adapters.trained_shapes(self.execution.config, self.execution.lora)
-        state = jax.eval_shape(self.workload.training.init, trained)
-        return self._on(state, self._layout.state)
-
-    @property
-    def prompts(self) -> Prompts:
-        count, length = self.workload.training.prompts_per_step, self.workload.prompt_length
-        shapes = Prompts(
-            tokens=_shape((count, length), jnp.int32),
-            lengths=_shape((count,), jnp.int32),
-            ids=_shape((count,), jnp.int32),
-        )
-        return self.whole(shapes)
+        return _on(jax.eval_shape(self.workload.training.init, trained), self._layout.state)
 
     @property
     def for_experience(self) -> tuple[Any, ...]:
@@ -410,7 +429,3 @@ class _Laid:
             finished=_shape((rows,), jnp.bool_),
             routes=routes,
         )
-
-
-def _shape(shape, dtype, sharding=None) -> Any:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

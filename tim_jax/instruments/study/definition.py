@@ -22,27 +22,14 @@ divergent arm is one whose sampler has a mismatch. Its control has the same diff
 sides: what is sampled is as good or as bad, and there is no mismatch. Only against it can an effect
 be one of mismatch.
 
-A study of gradients has one policy, and sources and remedies in place of arms:
-
-    kind = "gradient"
-    base = "../small.toml"          # the run whose last checkpoint is measured
-    hypothesis = "..."
-    batches = 32
-
-    [common]                        # changes to the base
-    steps = 20
-    [source.fp8_cache]              # the sampler's differences, one table a source
-    mismatch = [{ name = "kv_cache", dtype = "float8_e4m3fn" }]
-    [remedy.token_tis]              # corrections, in recompute mode
-    corrections = [{ name = "token_tis" }]
-    [horizon.16]                    # changes to the task; left out: the base's own task
-    task.parameters.digits = [8, 8]
+A study of gradients has one policy, and sources and remedies in place of arms: of both kinds there
+are files in configs/studies.
 """
 
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -58,15 +45,17 @@ from tim_jax.mismatch import Mismatch
 
 AXES = ("dial", "correction", "schedule", "objective")
 CONTROL = "control"
+EXACT = "exact"
+WHOLE = "all"  # the one horizon of a study that names none
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
 _MOST_DIVISIONS = 3_000_000  # some seconds
-_RULE = "a name has letters, digits, '_', '-' and '.', at most 60 of them"
 
 
 def check_name(name: str) -> None:
     """Refuses a name that is no part of a folder's name, or that the tool gives itself."""
     if not _NAME.fullmatch(name) or name.strip(".") == "":
-        raise refusal(name, None, _RULE)
+        rule = "a name has letters, digits, '_', '-' and '.', at most 60 of them"
+        raise refusal(name, None, rule)
     if name == CONTROL:
         raise refusal(name, None, "this name is kept for the controls, which the tool makes")
 
@@ -80,6 +69,7 @@ def _check_options(given: Any) -> Any:
 
 
 Pair = Annotated[tuple[str, str], Field(strict=False)]
+Tables = Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
 Options = Annotated[dict[str, dict[str, Any]], BeforeValidator(_check_options)]
 
 
@@ -130,8 +120,7 @@ class ArmChoice(Section):
     @property
     def options(self) -> dict[str, str]:
         """Axis -> option, in the order of the axes, without those left out."""
-        named = {axis: getattr(self, axis) for axis in AXES}
-        return {axis: option for axis, option in named.items() if option is not None}
+        return self.model_dump(include=set(AXES), exclude_none=True)
 
     @property
     def title(self) -> str:
@@ -139,17 +128,22 @@ class ArmChoice(Section):
         return self.name or "+".join(self.options.values())
 
 
-class Study(Section):
-    """A matrix of training runs over one base, with the rule by which it is judged."""
+class _Stated(Section):
+    """What studies of every kind say."""
 
-    kind: Literal["training"] = "training"
     name: str = ""
     base: str
     """A run's TOML file, relative to the study's."""
     hypothesis: Annotated[str, Field(min_length=1)]
-    seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**32)], ...], Field(strict=False)]
     common: dict[str, Any] = Field(default_factory=dict)
-    """Changes to the base for all arms."""
+    """Changes to the base, for all arms."""
+
+
+class Study(_Stated):
+    """A matrix of training runs over one base, with the rule by which it is judged."""
+
+    kind: Literal["training"] = "training"
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**32)], ...], Field(strict=False)]
     dial: Options = Field(default_factory=dict)
     correction: Options = Field(default_factory=dict)
     schedule: Options = Field(default_factory=dict)
@@ -168,12 +162,12 @@ class Study(Section):
     def _check(self) -> Self:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise refusal("seeds", list(self.seeds), "must be one or more different numbers")
+        titles: set[str] = set()
         for index, arm in enumerate(self.arms):
             self._check_arm(f"arms[{index}]", arm)
-        titles = [arm.title for arm in self.arms]
-        for index, title in enumerate(titles):
-            if title in titles[:index]:
-                raise refusal(f"arms[{index}]", None, f"two arms have the name {title!r}")
+            if arm.title in titles:
+                raise refusal(f"arms[{index}]", None, f"two arms have the name {arm.title!r}")
+            titles.add(arm.title)
         self._check_divisions()
         if self.test.kind == "fisher" and self.outcome.at_least is None:
             raise refusal("outcome.at_least", None, "Fisher's test needs it: what a success is")
@@ -238,8 +232,15 @@ def arms(study: Study, base: Mapping[str, Any], *, source: str) -> tuple[Arm, ..
     start = merged(base, study.common)
     choices = list(_choices(study))
     chosen = [_arm(study, choice, start, source) for choice in choices]
-    _refuse_twins(chosen, source)
-    known = list(chosen)
+    known: dict[str, RunConfig] = {}
+    for arm in chosen:
+        config = toml.build(arm.run, source=f"arm {arm.name}")
+        if twin := _same(config, known):
+            raise InputError(
+                f"{source}: the arms {twin!r} and {arm.name!r} are the same run; leave one out"
+            )
+        known[arm.name] = config
+    controls: list[Arm] = []
     for index, (arm, choice) in enumerate(zip(chosen, choices, strict=True)):
         if arm.divergent:
             controlled = arm
@@ -247,17 +248,15 @@ def arms(study: Study, base: Mapping[str, Any], *, source: str) -> tuple[Arm, ..
                 plain = choice.model_copy(update={"name": None, "correction": None})
                 plain = plain if plain.options else ArmChoice(name="uncorrected")
                 controlled = _arm(study, plain, start, source)
-            chosen[index] = _with_control(study, arm, controlled, known, source)
-    both = (*chosen, *known[len(chosen) :])
-    names = sorted(arm.name for arm in both)
-    for name in (name for pair in study.test.compare for name in pair):
-        if name not in names:
-            listed = ", ".join(names)
-            raise InputError(f"{source}: test.compare: {name!r} is no arm; known: {listed}")
-    for first, second in study.test.compare:
-        if first == second:
-            raise InputError(f"{source}: test.compare: {first!r} is compared with itself")
-    return both
+            chosen[index] = _with_control(study, arm, controlled, known, controls, source)
+    for pair in study.test.compare:
+        for name in pair:
+            if name not in known:
+                listed = ", ".join(sorted(known))
+                raise InputError(f"{source}: test.compare: {name!r} is no arm; known: {listed}")
+        if pair[0] == pair[1]:
+            raise InputError(f"{source}: test.compare: {pair[0]!r} is compared with itself")
+    return (*chosen, *controls)
 
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
@@ -294,6 +293,11 @@ def _choices(study: Study) -> Iterator[ArmChoice]:
         yield ArmChoice(**dict(zip(options, names, strict=True)))
 
 
+def _same(config: RunConfig, known: Mapping[str, RunConfig]) -> str | None:
+    """The name of the run with this configuration, if one is known."""
+    return next((name for name, other in known.items() if other == config), None)
+
+
 def _check_outcome(study: Study, config: RunConfig, arm: str) -> None:
     """Refuses an outcome of evaluations that a run will not have: it would be found out at its end.
 
@@ -307,15 +311,14 @@ def _check_outcome(study: Study, config: RunConfig, arm: str) -> None:
             f"{arm}: outcome.window = {window}: a run of {config.steps} steps has {values} values"
             f" of {metric!r} after its start"
         )
-    if not evaluated:
-        return
-    if not section.every:
+    if evaluated and not section.every:
         raise InputError(
             f"{arm}: outcome.metric is {metric!r}, and eval.every = 0 is no evaluation"
         )
-    names = ["reward", "length", "prompts", "grader/timeout", "grader/error"]
-    names += [f"mean@{section.samples}", *(f"pass@{k}" for k in section.k)]
-    check_choice(f"{arm}: outcome.metric", metric, [f"eval/{name}" for name in names])
+    if evaluated:
+        names = ["reward", "length", "prompts", "grader/timeout", "grader/error"]
+        names += [f"mean@{section.samples}", *(f"pass@{k}" for k in section.k)]
+        check_choice(f"{arm}: outcome.metric", metric, [f"eval/{name}" for name in names])
 
 
 def _arm(study: Study, choice: ArmChoice, start: Mapping[str, Any], source: str) -> Arm:
@@ -328,24 +331,19 @@ def _arm(study: Study, choice: ArmChoice, start: Mapping[str, Any], source: str)
     relaxed = merged(run, {"exact": "report"}) if mismatch else run
     config = toml.build(relaxed, source=f"{source}: arm {choice.title}")
     _check_outcome(study, config, f"{source}: arm {choice.title}")
-    dial = config.sampler.dial if config.sampler.mismatch else Mismatch()
-    divergent = bool(dial.active) and not config.sampler.both_sides
+    divergent = bool(mismatch and config.sampler.own_dial.active)
     return Arm(choice.title, relaxed if divergent else run, divergent)
 
 
-def _refuse_twins(arms: Sequence[Arm], source: str) -> None:
-    configs = [toml.build(arm.run, source=f"arm {arm.name}") for arm in arms]
-    for index, arm in enumerate(arms):
-        for other, config in zip(arms[:index], configs, strict=False):
-            if config == configs[index]:
-                raise InputError(
-                    f"{source}: the arms {other.name!r} and {arm.name!r} are the same run;"
-                    " leave one out"
-                )
-
-
-def _with_control(study: Study, arm: Arm, controlled: Arm, known: list[Arm], source: str) -> Arm:
-    """The arm with the name of `controlled`'s control, which is added to `known` if it is new."""
+def _with_control(
+    study: Study,
+    arm: Arm,
+    controlled: Arm,
+    known: dict[str, RunConfig],
+    controls: list[Arm],
+    source: str,
+) -> Arm:
+    """The arm with the name of `controlled`'s control, which is added to both if it is new."""
     if study.controls == "none":
         return replace(arm, uncontrolled="the study makes none")
     try:
@@ -358,17 +356,17 @@ def _with_control(study: Study, arm: Arm, controlled: Arm, known: list[Arm], sou
             ' controls = "where_possible"'
         ) from error
     config = toml.build(run, source=f"{source}: the control of {controlled.name}")
-    for other in known:
-        if toml.build(other.run, source="arm") == config:
-            return replace(arm, control=other.name)
-    control = Arm(f"{controlled.name}+{CONTROL}", run)
-    if control.name in (other.name for other in known):
-        raise InputError(
-            f"{source}: two controls, which differ, have the name {control.name!r}; give the"
-            f" options in {controlled.name!r} names that no other axis has"
-        )
-    known.append(control)
-    return replace(arm, control=control.name)
+    name = _same(config, known)
+    if name is None:
+        name = f"{controlled.name}+{CONTROL}"
+        if name in known:
+            raise InputError(
+                f"{source}: two controls, which differ, have the name {name!r}; give the options in"
+                f" {controlled.name!r} names that no other axis has"
+            )
+        known[name] = config
+        controls.append(Arm(name, run))
+    return replace(arm, control=name)
 
 
 def control_of(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -386,32 +384,22 @@ def control_of(run: Mapping[str, Any]) -> dict[str, Any]:
     return {**run, "sampler": sampler, "exact": "required"}
 
 
-EXACT = "exact"
-WHOLE = "all"  # the one horizon of a study that names none
-
-
 class Source(Section):
     """How a sampler differs from the learner."""
 
-    mismatch: Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
+    mismatch: Tables
 
 
 class Remedy(Section):
     """A correction, applied in recompute mode."""
 
-    corrections: Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
+    corrections: Tables
 
 
-class GradientStudy(Section):
+class GradientStudy(_Stated):
     """The gradient of a policy at fixed weights, exact and under every source and remedy."""
 
     kind: Literal["gradient"]
-    name: str = ""
-    base: str
-    """A run's TOML file, relative to the study's."""
-    hypothesis: Annotated[str, Field(min_length=1)]
-    common: dict[str, Any] = Field(default_factory=dict)
-    """Changes to the base."""
     batches: Annotated[int, Field(ge=4)] = 32
     """Batches of a source: each is a step of the base, with the same prompts."""
     projected: Count | None = None
@@ -431,9 +419,9 @@ class GradientStudy(Section):
         if EXACT in self.source:
             raise refusal(f"source.{EXACT}", None, "this name is kept for the exact sampler")
         for name, source in self.source.items():
-            _built(f"source.{name}.mismatch", mismatch.build, source.mismatch)
+            _check_built(f"source.{name}.mismatch", mismatch.build, source.mismatch)
         for name, remedy in self.remedy.items():
-            _built(f"remedy.{name}.corrections", corrections.build, remedy.corrections)
+            _check_built(f"remedy.{name}.corrections", corrections.build, remedy.corrections)
         return self
 
     def dial(self, source: str) -> Mismatch:
@@ -441,7 +429,7 @@ class GradientStudy(Section):
         return mismatch.build(self.source[source].mismatch)
 
 
-def _built(key: str, build: Any, tables: Any) -> None:
+def _check_built(key: str, build: Any, tables: Any) -> None:
     try:
         build(tables)
     except InputError as error:

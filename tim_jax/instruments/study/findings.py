@@ -26,39 +26,28 @@ _MOST_POINTS = 24_000  # of all lines of a page, which bounds its size
 _HEIGHT = 190
 
 
-class Panel(NamedTuple):
-    """One metric over the steps."""
-
-    metric: str
-    title: str
-    unit: str
-
-
+# A metric over the steps, its title, and its unit.
 PANELS = (
-    Panel("reward", "Reward under the sampler", "mean reward"),
-    Panel("eval/reward", "Held-out reward under the trainer's own policy", "mean reward"),
-    Panel("response_length", "Response length", "mean tokens"),
-    Panel("mismatch/log_ratio_abs_mean", "Mismatch: mean |d|", "nats a token"),
-    Panel("mismatch/log_ratio_abs_max", "Mismatch: largest |d|", "nats"),
-    Panel("mismatch/kl_k3", "Mismatch: K3", "nats a token"),
-    Panel("mismatch/log_ppl_abs_diff_sum", "Mismatch: log_ppl_abs_diff (sum form)", "nats"),
-    Panel("mismatch/ess_sequence", "Effective sample size", "share of the sequences"),
-    Panel("update_skew_positive", "Update skew, positive advantages", "mean C"),
-    Panel("update_skew_negative", "Update skew, negative advantages", "mean C"),
-    Panel("gradient_norm", "Gradient norm", "norm of all parameters"),
-    Panel("noise_scale", "Gradient noise scale", "sequences"),
-    Panel("entropy", "Entropy", "nats a token"),
-    Panel("learning_rate", "Learning rate", "a step"),
-    Panel("exact_share", "Exact share of the tokens", "share"),
+    ("reward", "Reward under the sampler", "mean reward"),
+    ("eval/reward", "Held-out reward under the trainer's own policy", "mean reward"),
+    ("response_length", "Response length", "mean tokens"),
+    ("mismatch/log_ratio_abs_mean", "Mismatch: mean |d|", "nats a token"),
+    ("mismatch/log_ratio_abs_max", "Mismatch: largest |d|", "nats"),
+    ("mismatch/kl_k3", "Mismatch: K3", "nats a token"),
+    ("mismatch/log_ppl_abs_diff_sum", "Mismatch: log_ppl_abs_diff (sum form)", "nats"),
+    ("mismatch/ess_sequence", "Effective sample size", "share of the sequences"),
+    ("update_skew_positive", "Update skew, positive advantages", "mean C"),
+    ("update_skew_negative", "Update skew, negative advantages", "mean C"),
+    ("gradient_norm", "Gradient norm", "norm of all parameters"),
+    ("noise_scale", "Gradient noise scale", "sequences"),
+    ("entropy", "Entropy", "nats a token"),
+    ("learning_rate", "Learning rate", "a step"),
+    ("exact_share", "Exact share of the tokens", "share"),
 )
 
 
 def altair() -> Any:
-    """The library that draws.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """The library that draws, or an `InputError` that says how to install it."""
     try:
         importlib.import_module("vl_convert")
         return importlib.import_module("altair")
@@ -117,15 +106,15 @@ def training_panels(
     alt = altair()
     names = list(dict.fromkeys(table["arm"].tolist()))
     lines = len({*zip(table["arm"].tolist(), table["seed"].tolist(), strict=True)})
-    there = [p for p in PANELS if p.metric in table and np.isfinite(table[p.metric]).any()]
+    there = [one for one in PANELS if one[0] in table and np.isfinite(table[one[0]]).any()]
     points = int(np.clip(_MOST_POINTS // max(1, lines * len(there)), 12, 200))
     drawn = {}
-    for panel in there:
-        rows = thinned(table, panel.metric, points)
-        chart = _lines(alt, rows, panel, _scales(alt, names, controls))
-        if panel.metric == "response_length" and surges:
+    for metric, title, unit in there:
+        rows = thinned(table, metric, points)
+        chart = _lines(alt, rows, unit, _scales(alt, names, controls))
+        if metric == "response_length" and surges:
             chart = alt.layer(chart, _rules(alt, surges))
-        drawn[panel.title] = _finished(chart, panel.title)
+        drawn[title] = _finished(chart, title)
     return drawn
 
 
@@ -149,13 +138,13 @@ def thinned(table: Mapping[str, np.ndarray], metric: str, points: int) -> list[d
     ]
 
 
-def _lines(alt: Any, rows: list[dict[str, Any]], panel: Panel, scales: dict[str, Any]) -> Any:
+def _lines(alt: Any, rows: list[dict[str, Any]], unit: str, scales: dict[str, Any]) -> Any:
     base = alt.Chart(alt.Data(values=rows)).encode(
         x=alt.X("step:Q", title="step", axis=alt.Axis(tickMinStep=1, grid=False)), **scales
     )
-    y = alt.Y("value:Q", title=panel.unit or None, scale=alt.Scale(zero=False))
+    y = alt.Y("value:Q", title=unit, scale=alt.Scale(zero=False))
     thin = base.mark_line(strokeWidth=0.8, opacity=0.4).encode(y=y, detail="seed:N")
-    mean = alt.Y("mean(value):Q", title=panel.unit or None, scale=alt.Scale(zero=False))
+    mean = alt.Y("mean(value):Q", title=unit, scale=alt.Scale(zero=False))
     thick = base.mark_line(strokeWidth=2.6, point={"size": 12}).encode(y=mean)
     seeds = {(row["arm"], row["seed"]) for row in rows}
     if len(seeds) == len({arm for arm, _ in seeds}):
@@ -287,7 +276,19 @@ def of_records(study: GradientStudy, records: Sequence[Record]) -> Findings:
         return Findings([], [], {})
     if study.horizon:
         return _horizons(records)
-    tables = [_biases(records), _remedies(records), _signs(records), _metrics(records)]
+    square = "squared bias / exact square"
+    of_bias = ["source", "K3, nats a token", square, "bias / exact norm"]
+    of_bias += ["cosine with the exact gradient", "reward less the exact sampler's"]
+    of_remedies = ["source", "mode and remedy", square, "variance / exact variance"]
+    signs = "Bias by the sign of the advantage, each over its own part's square"
+    biases = [*map(_bias, records)]
+    remedies = [_remedy(r, name) for r in records for name in estimators(r)]
+    tables = [
+        Table("Bias of the uncorrected gradient, by source", of_bias, biases),
+        Table("What each remedy does to bias and variance", of_remedies, remedies),
+        Table(signs, ["source", "A > 0", "A < 0"], [*map(_signs, records)]),
+        Table("Which metric sees what", ["source", *METRICS.values()], [*map(_metrics, records)]),
+    ]
     return Findings(_sentences(records), tables, _figures(records))
 
 
@@ -304,60 +305,34 @@ def _sentences(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _biases(records: Sequence[Record]) -> Table:
-    rows = []
-    for record in records:
-        bias, cosine = (estimate(record, RECOMPUTE, name) for name in ("bias", "cosine"))
-        k3, reward = Estimate(*record["metrics"]["kl_k3"]), Estimate(*record["reward_difference"])
-        norm = f"{np.sqrt(bias.value):.3g}" if bias.seen else "not seen"
-        rows.append([record["source"], _pm(k3), _pm(bias), norm, _pm(cosine), _pm(reward)])
-    head = ["source", "K3, nats a token", "squared bias / exact square", "bias / exact norm"]
-    return Table(
-        "Bias of the uncorrected gradient, by source",
-        [*head, "cosine with the exact gradient", "reward less the exact sampler's"],
-        rows,
-    )
+def _bias(record: Record) -> list[str]:
+    bias, cosine = (estimate(record, RECOMPUTE, name) for name in ("bias", "cosine"))
+    k3, reward = record["metrics"]["kl_k3"], record["reward_difference"]
+    norm = f"{np.sqrt(bias.value):.3g}" if bias.seen else "not seen"
+    return [record["source"], _pm(k3), _pm(bias), norm, _pm(cosine), _pm(reward)]
 
 
-def _remedies(records: Sequence[Record]) -> Table:
-    rows = []
-    for record in records:
-        for name in estimators(record):
-            bias, variance, exact = (
-                estimate(record, name, kind) for kind in ("bias", "variance", "exact_variance")
-            )
-            share = variance.value / exact.value if exact.value > 0 else np.nan
-            rows.append([record["source"], name, _pm(bias), f"{share:.4g}"])
-    head = ["source", "mode and remedy", "squared bias / exact square"]
-    return Table(
-        "What each remedy does to bias and variance", [*head, "variance / exact variance"], rows
-    )
+def _remedy(record: Record, name: str) -> list[str]:
+    kinds = ("bias", "variance", "exact_variance")
+    bias, variance, exact = (estimate(record, name, kind) for kind in kinds)
+    share = variance.value / exact.value if exact.value > 0 else np.nan
+    return [record["source"], name, _pm(bias), f"{share:.4g}"]
 
 
-def _signs(records: Sequence[Record]) -> Table:
-    rows = []
-    for record in records:
-        biases = (record["signs"][sign]["bias"] for sign in ("positive", "negative"))
-        rows.append([record["source"], *(_pm(Estimate(*bias)) for bias in biases)])
-    return Table(
-        "Bias by the sign of the advantage, each over its own part's square",
-        ["source", "A > 0", "A < 0"],
-        rows,
-    )
+def _signs(record: Record) -> list[str]:
+    biases = (record["signs"][sign]["bias"] for sign in ("positive", "negative"))
+    return [record["source"], *map(_pm, biases)]
 
 
-def _metrics(records: Sequence[Record]) -> Table:
+def _metrics(record: Record) -> list[str]:
     """Values, and blind where a source with a seen bias leaves a metric at its exact value."""
-    rows = []
-    for record in records:
-        cells = [record["source"]]
-        for name in METRICS:
-            value = Estimate(*record["metrics"][name])
-            exact = Estimate(*record["exact_metrics"][name])
-            apart = abs(value.value - exact.value) > 2.0 * np.hypot(value.error, exact.error)
-            cells.append(f"{value.value:.2e}{'' if apart else ' (as exact)'}")
-        rows.append(cells)
-    return Table("Which metric sees what", ["source", *METRICS.values()], rows)
+    cells = [record["source"]]
+    for name in METRICS:
+        value = Estimate(*record["metrics"][name])
+        exact = Estimate(*record["exact_metrics"][name])
+        apart = abs(value.value - exact.value) > 2.0 * np.hypot(value.error, exact.error)
+        cells.append(f"{value.value:.2e}{'' if apart else ' (as exact)'}")
+    return cells
 
 
 def _figures(records: Sequence[Record]) -> dict[str, Any]:
@@ -389,9 +364,7 @@ def _figures(records: Sequence[Record]) -> dict[str, Any]:
 def _horizons(records: Sequence[Record]) -> Findings:
     rows, points = [], []
     for record in records:
-        bias, signal = (estimate(record, RECOMPUTE, name) for name in ("bias", "signal"))
-        size = float(np.sqrt(max(bias.value, 0.0))) * signal.value
-        bound = record.get("bound")
+        bias, size, bound = estimate(record, RECOMPUTE, "bias"), _size(record), record.get("bound")
         cells = [record["horizon"], record["source"], f"{record['longest']:.0f}", _pm(bias)]
         cells += [f"{size:.3g}" if bias.seen else "not seen", f"{record['score_norm']:.3g}"]
         cells += [f"{record[k]:.2e}" if k in record else "" for k in ("variation_largest", "bound")]
@@ -410,34 +383,35 @@ def _horizons(records: Sequence[Record]) -> Findings:
     return Findings([_slopes(records, names)], tables, {title: figure} if points else {})
 
 
+def _size(record: Record) -> float:
+    """The norm of the bias; 0 where it is not seen."""
+    bias, signal = (estimate(record, RECOMPUTE, name) for name in ("bias", "signal"))
+    return float(np.sqrt(bias.value)) * signal.value if bias.seen else 0.0
+
+
 def _slopes(records: Sequence[Record], names: Sequence[str]) -> str:
     said = []
     for name in names:
-        own = [r for r in records if r["source"] == name]
-        seen = {r["horizon"]: estimate(r, RECOMPUTE, "bias") for r in own}
-        sizes = {
-            r["horizon"]: float(np.sqrt(seen[r["horizon"]].value))
-            * estimate(r, RECOMPUTE, "signal").value
-            for r in own
-            if seen[r["horizon"]].seen
-        }
-        power = slope({r["horizon"]: r["longest"] for r in own}, sizes)
+        own = [(r["longest"], _size(r)) for r in records if r["source"] == name]
+        seen = [point for point in own if point[1] > 0.0]
+        power = slope(seen)
         text = f"T to the power {power:.2f}" if np.isfinite(power) else "too few lengths to say"
-        said.append(f"{name}: {text} ({len(sizes)} of {len(own)} lengths with a bias that is seen)")
+        said.append(f"{name}: {text} ({len(seen)} of {len(own)} lengths with a bias that is seen)")
     return "Growth of the measured bias, least squares of logarithms: " + "; ".join(said) + "."
 
 
-def slope(lengths: Mapping[str, float], sizes: Mapping[str, float]) -> float:
-    """The exponent k of size = c T^k, by least squares of logarithms; NaN for under 2 points."""
-    names = [name for name in lengths if sizes.get(name, 0.0) > 0.0]
-    if len(names) < 2:
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """The exponent k of y = c x^k at points (x, y), by least squares of logarithms; of one, NaN."""
+    if len(points) < 2:
         return float("nan")
-    x = np.log([lengths[name] for name in names])
-    return float(np.polyfit(x, np.log([sizes[name] for name in names]), 1)[0])
+    x, y = np.log(points).T
+    return float(np.polyfit(x, y, 1)[0])
 
 
-def _pm(of: Estimate) -> str:
-    return f"{of.value:.3g} ± {of.error:.1g}"
+def _pm(of: Sequence[float]) -> str:
+    """An estimate and its standard error."""
+    value, error = of
+    return f"{value:.3g} ± {error:.1g}"
 
 
 def dynamics(table: Mapping[str, np.ndarray]) -> list[Table]:

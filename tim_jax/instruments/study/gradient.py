@@ -6,7 +6,7 @@ batch of the exact sampler differ by the mismatch and not by luck. The gradient 
 learner, in the first update of a step.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,15 +19,17 @@ import numpy as np
 from tim_jax import corrections, metrics
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts, Rollout, make_key
+from tim_jax.instruments.study.definition import Remedy
 from tim_jax.mismatch import Mismatch
 from tim_jax.model import adapters, transformer
 from tim_jax.model.execution import Execution, jit
+from tim_jax.model.files import write_arrays
 from tim_jax.model.weights import Weights
-from tim_jax.numerics.sums import tree_sum
-from tim_jax.policy import layout, scoring
+from tim_jax.numerics.strict import tree_sum
+from tim_jax.policy import scoring
 from tim_jax.rl import drawing, programs
 from tim_jax.rl.drawing import Text
-from tim_jax.rl.experience import experience
+from tim_jax.rl.learner import experience
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Carried, Experience, Learning
 from tim_jax.tasks.base import Example, Task
@@ -37,18 +39,17 @@ _SIGNS = {"positive": 1.0, "negative": -1.0}
 _PROJECTION = 0x9801  # the seed of its signs
 
 
-def make_learnings(
-    plain: Learning, remedies: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> dict[str, Learning]:
+def make_learnings(plain: Learning, remedies: Mapping[str, Remedy]) -> dict[str, Learning]:
     """Returns how each estimator makes a gradient of a batch, of how it is made in bypass mode.
 
     Raises:
         InputError: a remedy contradicts the objective, or reads the policy of each update.
     """
     found = {BYPASS: plain, RECOMPUTE: replace(plain, mode="recompute")}
-    for name, tables in remedies.items():
+    for name, remedy in remedies.items():
         try:
-            found[name] = replace(found[RECOMPUTE], correction=corrections.build(tables))
+            built = corrections.build(remedy.corrections)
+            found[name] = replace(found[RECOMPUTE], correction=built)
         except InputError as error:
             raise InputError(f"remedy {name!r}: {error}") from error
         if found[name].stages.update.blocks or found[name].needs_whole_update:
@@ -67,7 +68,7 @@ class Bench:
         training: how it draws and learns, without a mismatch and a correction.
         params: its master weights, arrays.
         batches: how many batches; each draws a group of responses for every example.
-        remedies: name -> tables of `tim_jax.corrections`, applied in recompute mode.
+        remedies: corrections by name, applied in recompute mode.
         projected: how many numbers a gradient is projected to (`project`); None: the whole one.
     """
 
@@ -78,7 +79,7 @@ class Bench:
     examples: tuple[Example, ...]
     batches: int
     seed: int
-    remedies: Mapping[str, Sequence[Mapping[str, Any]]]
+    remedies: Mapping[str, Remedy]
     projected: int | None = None
 
     @property
@@ -127,16 +128,14 @@ class Measuring:
 
     def __init__(self, bench: Bench):
         self.bench = bench
-        plain = bench.learnings[RECOMPUTE]
-        self._policy = programs.policy(bench.execution, plain, jax.devices()[:1])
-        numerics = bench.execution.numerics
-        self._score = jit(lambda w, r: self._policy.score(w, r)[0], numerics)
-        self._gradient = jit(self._flat_gradient, numerics)
+        execution, plain = bench.execution, bench.learnings[RECOMPUTE]
+        self._policy = programs.policy(execution, plain, jax.devices()[:1])
+        self._score = jit(lambda w, r: self._policy.score(w, r)[0], execution.numerics)
+        self._gradient = jit(self._flat_gradient, execution.numerics)
         self._prepare = {
             name: jax.jit(partial(_prepared, learning=learning))
             for name, learning in bench.learnings.items()
         }
-        self._measured = jax.jit(_measured)
 
     def batches(
         self,
@@ -151,16 +150,15 @@ class Measuring:
           estimators: which of `Bench.learnings`; None: all.
           kept: a folder for each batch as it is taken; what is there already is read.
         """
-        bench = self.bench
-        taken = bench.learnings if estimators is None else estimators
-        sample = programs.sampling_program(bench.execution, samples=bench.group, mismatch=dial)
+        taken = self.bench.learnings if estimators is None else estimators
+        sample = self._sampler(dial)
         rows = []
-        for number in range(1, bench.batches + 1):
+        for number in range(1, self.bench.batches + 1):
             file = kept and kept / f"{number}.npz"
             if file is not None and file.exists():
                 rows.append(_read(file))
                 continue
-            rows.append(self._batch(sample, number, taken))
+            rows.append(self._batch(sample(number), taken))
             if file is not None:
                 _write(file, rows[-1])
         gradients, signs, values = (
@@ -171,15 +169,17 @@ class Measuring:
 
     def rollouts(self, dial: Mismatch, number: int) -> Rollout:
         """What the sampler reports in one batch."""
+        return self._sampler(dial)(number)
+
+    def _sampler(self, dial: Mismatch) -> Callable[[int], Rollout]:
         bench = self.bench
         sample = programs.sampling_program(bench.execution, samples=bench.group, mismatch=dial)
-        return sample(bench.weights, bench.prompts, drawing.step_key(bench.seed, number))
+        return lambda number: sample(
+            bench.weights, bench.prompts, drawing.step_key(bench.seed, number)
+        )
 
-    def _batch(
-        self, sample: Callable[..., Rollout], number: int, estimators: Collection[str]
-    ) -> tuple[dict, dict, dict]:
+    def _batch(self, rollout: Rollout, estimators: Collection[str]) -> tuple[dict, dict, dict]:
         bench = self.bench
-        rollout = sample(bench.weights, bench.prompts, drawing.step_key(bench.seed, number))
         rollout = replace(rollout, drawn_log_probs=None)
         graded, _ = drawing.graded(bench.task, bench.text, bench.examples, rollout, bench.group)
         rewards = jnp.asarray([one.reward for one in graded], jnp.float32)
@@ -193,7 +193,7 @@ class Measuring:
             name: self._taken(batch, jnp.where(sign * _per_token(batch) > 0, weights, 0.0))
             for name, sign in _SIGNS.items()
         }
-        found = self._measured(trainer, batch) | {"reward": jnp.mean(rewards)}
+        found = _measured(trainer, batch) | {"reward": jnp.mean(rewards)}
         return gradients, signs, {name: float(x) for name, x in jax.device_get(found).items()}
 
     def _taken(self, batch: Experience, token_weights: jax.Array) -> np.ndarray:
@@ -225,10 +225,7 @@ class Measuring:
 def _write(file: Path, row: tuple[dict, ...]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     flat = {f"{part} {name}": x for part, each in enumerate(row) for name, x in each.items()}
-    partial = file.with_suffix(".partial")
-    with partial.open("wb") as stream:
-        np.savez(stream, **flat)
-    partial.replace(file)
+    write_arrays(file, flat)
 
 
 def _read(file: Path) -> tuple[dict, dict, dict]:
@@ -284,6 +281,7 @@ def _per_token(batch: Experience) -> jax.Array:
     return jnp.broadcast_to(advantages, batch.mask.shape)
 
 
+@jax.jit
 def _measured(trainer: jax.Array, batch: Experience) -> dict[str, jax.Array]:
     """Every metric of the mismatch, and those of the loss's own ratio in both modes."""
     rollout, mask = batch.rollout, batch.mask
@@ -345,7 +343,7 @@ def total_variation(
 
 def _distributions(weights: Weights, rollout: Rollout, execution: Execution) -> jax.Array:
     """f32[B, R, V], of every response token, at the execution's temperature, not truncated."""
-    tokens = layout.sequences(rollout)
+    tokens = scoring.sequences(rollout)
     rows, size = rollout.responses.shape
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
     hidden, _, _ = transformer.forward(weights, tokens, positions, execution=execution)

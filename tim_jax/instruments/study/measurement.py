@@ -18,7 +18,7 @@ from typing_extensions import TypedDict  # pydantic refuses that of typing befor
 from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.run import assembly, folders, grading, sources
+from tim_jax.app.run import assembly, folders, sources
 from tim_jax.app.run.loggers import JsonLines, read_lines
 from tim_jax.app.run.sources import Model
 from tim_jax.common.errors import InputError
@@ -33,7 +33,7 @@ from tim_jax.instruments.study.gradient import (
     make_learnings,
 )
 from tim_jax.model.execution import Execution
-from tim_jax.objectives import Objective, advantages
+from tim_jax.objectives import advantages
 from tim_jax.placement import SINGLE
 from tim_jax.rl.types import Learning
 
@@ -74,35 +74,20 @@ def compare(exact: np.ndarray, other: np.ndarray) -> Compared:
     The closer the noise of a pair, the smaller the error of the bias: common random numbers.
     """
     products = inner_products(np.concatenate([exact, other]))
-    pairs = len(exact)
-    one, both = slice(0, pairs), slice(pairs, 2 * pairs)
+    count = len(exact)
+    one, both = slice(0, count), slice(count, 2 * count)
     pp, mm, mp = products[one, one], products[both, both], products[both, one]
     dd = mm - mp - mp.T + pp
 
-    def ratio(first: np.ndarray, second: np.ndarray) -> Callable[[np.ndarray], float]:
-        return lambda kept: _share(_square(first, kept), _square(second, kept))
+    def statistics(kept: np.ndarray) -> list[float]:
+        of_p, of_m, of_mp, of_d = (_square(of, kept) for of in (pp, mm, mp, dd))
+        pairs = ((mm, of_m), (pp, of_p))
+        variances = [_share(float(np.mean(np.diag(x)[kept])) - own, of_p) for x, own in pairs]
+        size = of_m * of_p
+        cosine = float(of_mp / np.sqrt(size)) if size > 0 else np.nan
+        return [_share(of_d, of_p), cosine, *variances, float(np.sqrt(max(of_p, 0.0)))]
 
-    def cosine(kept: np.ndarray) -> float:
-        size = _square(mm, kept) * _square(pp, kept)
-        return float(_square(mp, kept) / np.sqrt(size)) if size > 0 else np.nan
-
-    def variance(of: np.ndarray) -> Callable[[np.ndarray], float]:
-        def share(kept: np.ndarray) -> float:
-            mean = float(np.mean(np.diag(of)[kept]))
-            return _share(mean - _square(of, kept), _square(pp, kept))
-
-        return share
-
-    def signal(kept: np.ndarray) -> float:
-        return float(np.sqrt(max(_square(pp, kept), 0.0)))
-
-    return Compared(
-        bias=jackknife(ratio(dd, pp), pairs),
-        cosine=jackknife(cosine, pairs),
-        variance=jackknife(variance(mm), pairs),
-        exact_variance=jackknife(variance(pp), pairs),
-        signal=jackknife(signal, pairs),
-    )
+    return Compared(*jackknife(statistics, count))
 
 
 def inner_products(vectors: np.ndarray) -> np.ndarray:
@@ -126,12 +111,14 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else np.nan
 
 
-def jackknife(statistic: Callable[[np.ndarray], float], count: int) -> Estimate:
-    """A statistic of rows 0..count-1 with its standard error (Quenouille, Tukey)."""
+def jackknife(statistics: Callable[[np.ndarray], list[float]], count: int) -> list[Estimate]:
+    """Statistics of rows 0..count-1 with their standard errors (Quenouille, Tukey)."""
     every = np.arange(count)
-    without = np.array([statistic(np.delete(every, k)) for k in every])
-    spread = np.sum((without - without.mean()) ** 2) * (count - 1) / count
-    return Estimate(float(statistic(every)), float(np.sqrt(spread)))
+    without = np.array([statistics(np.delete(every, k)) for k in every])
+    # Each column a row: a sum's last bit follows how its terms lie.
+    spreads = [np.sum((x - x.mean()) ** 2) * (count - 1) / count for x in without.T.copy()]
+    pairs = zip(statistics(every), spreads, strict=True)
+    return [Estimate(float(value), float(np.sqrt(spread))) for value, spread in pairs]
 
 
 def mean(values: np.ndarray) -> Estimate:
@@ -157,11 +144,7 @@ def trained(config: RunConfig) -> Trained:
 
 
 def horizons(study: GradientStudy, run: Mapping[str, Any]) -> dict[str, RunConfig]:
-    """Name -> the run's configuration with the horizon's changes.
-
-    Raises:
-        InputError: a change is none that a run knows.
-    """
+    """Name -> the run's configuration with the horizon's changes."""
     changes = study.horizon or {WHOLE: {}}
     return {
         name: toml.build(merged(run, change), source=f"horizon.{name}")
@@ -172,14 +155,13 @@ def horizons(study: GradientStudy, run: Mapping[str, Any]) -> dict[str, RunConfi
 def check(study: GradientStudy, configs: Mapping[str, RunConfig]) -> None:
     """Refuses what cannot be measured before a policy is trained for it.
 
-    Raises:
-        InputError: an objective or a remedy that needs what a measurement does not have, a task
-            that cannot be made, or a source that this model's sampler cannot have.
+    That is an objective or a remedy that needs what a measurement does not have, a task that cannot
+    be made, or a source that this model's sampler cannot have.
     """
     for config in configs.values():
         _check_base(study, config)
-        make_learnings(_make_learning(config), _remedies(study))
-        task, prompts = grading.make_task(config), config.learner.prompts_per_step
+        make_learnings(_make_learning(config), study.remedy)
+        task, prompts = sources.make_task(config), config.learner.prompts_per_step
         task.close()
         if len(task.train) < prompts:
             raise InputError(
@@ -193,26 +175,11 @@ def check(study: GradientStudy, configs: Mapping[str, RunConfig]) -> None:
 
 def _check_base(study: GradientStudy, config: RunConfig) -> None:
     """Refuses what a run may have, and a measurement at fixed weights has not."""
-    routing, turns = config.learner.routing, config.sampling.max_turns
-    learner, sampler = config.learner, config.sampler
+    learner, sampler, objective = config.learner, config.sampler, config.objective
     one = "takes the gradient of a step's one update; set it to 1"
     exact = "trains its policy in an exact run, and has its sources in [source.NAME]; leave it out"
-    refused = {
-        "learner.mini_batches": (learner.mini_batches > 1 and learner.mini_batches, one),
-        "learner.epochs": (learner.epochs > 1 and learner.epochs, one),
-        "sampler.mismatch": (sampler.own_dial.active and [*sampler.mismatch], exact),
-        "sampling.max_turns": (turns, "draws responses of one turn; leave it out"),
-        "learner.routing": (routing != "own" and routing, 'records no experts; set it to "own"'),
-        "learner.refills": (config.learner.refills, "draws every batch once; set it to 0"),
-    }
-    for key, (value, rule) in (refused | _refused_of_objective(config.objective)).items():
-        if value:
-            raise InputError(f"{study.name}: {key} = {value!r}: a measurement {rule}")
-
-
-def _refused_of_objective(objective: Objective) -> dict[str, tuple[Any, str]]:
-    """Key -> its value where it is refused, and what a measurement does or lacks."""
-    lacks = advantages.needs(objective.estimator) & {"greedy_rewards", "energies"}
+    one_turn = "draws responses of one turn; leave it out"
+    own_experts = 'records no experts; set it to "own"'
     no_reference = "has no reference policy; set it to 0"
     both_modes = "takes gradients in bypass mode too, which cannot have it; leave it out"
     no_updates = "has no updates, of which this loss selects tokens; take another loss"
@@ -220,14 +187,24 @@ def _refused_of_objective(objective: Objective) -> dict[str, tuple[Any, str]]:
         "has neither greedy responses nor sizes of scores, and this needs one of them; take another"
         " estimator"
     )
-    refused = {
-        "kl_coefficient": (objective.kl_coefficient, no_reference),
-        "reward_kl_coefficient": (objective.reward_kl_coefficient, no_reference),
-        "reject_before_advantages": (objective.reject_before_advantages, both_modes),
-        "estimator": (lacks and objective.estimator, no_input),
-        "loss": (objective.selects and objective.loss, no_updates),
+    lacks = advantages.needs(objective.estimator) & {"greedy_rewards", "energies"}
+    of_learner = {
+        **{name: (count > 1 and count, one) for name, count in config.update_counts.items()},
+        "routing": (learner.routing != "own" and learner.routing, own_experts),
+        "refills": (learner.refills, "draws every batch once; set it to 0"),
+        "objective.kl_coefficient": (objective.kl_coefficient, no_reference),
+        "objective.reward_kl_coefficient": (objective.reward_kl_coefficient, no_reference),
+        "objective.reject_before_advantages": (objective.reject_before_advantages, both_modes),
+        "objective.estimator": (lacks and objective.estimator, no_input),
+        "objective.loss": (objective.selects and objective.loss, no_updates),
     }
-    return {f"learner.objective.{name}": of for name, of in refused.items()}
+    refused = {
+        "sampler.mismatch": (sampler.own_dial.active and [*sampler.mismatch], exact),
+        "sampling.max_turns": (config.sampling.max_turns, one_turn),
+    } | {f"learner.{name}": of for name, of in of_learner.items()}
+    for key, (value, rule) in refused.items():
+        if value:
+            raise InputError(f"{study.name}: {key} = {value!r}: a measurement {rule}")
 
 
 def _check_sources(study: GradientStudy, execution: Execution) -> None:
@@ -274,23 +251,17 @@ def measure(
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The lines of measured.jsonl; none if it is not there.
-
-    Raises:
-        InputError: a line is not what `measure` writes.
-    """
-    path = folder / "measured.jsonl"
-    lines = enumerate(read_lines(path), start=1) if path.exists() else ()
-    return [_read_record(line, f"{path}, line {number}") for number, line in lines]
-
-
-def _read_record(line: Mapping[str, Any], where: str) -> dict[str, Any]:
-    try:
-        return dict(_RECORD.validate_python(line))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise InputError(f"{where}: not what a study writes: {key}: {first['msg']}") from error
+    """The lines of measured.jsonl, if it is there; refuses one that `measure` does not write."""
+    path, found = folder / "measured.jsonl", []
+    for number, line in enumerate(read_lines(path) if path.exists() else (), start=1):
+        try:
+            found.append(dict(_RECORD.validate_python(line)))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            where = f"{path}, line {number}: not what a study writes"
+            raise InputError(f"{where}: {key}: {first['msg']}") from error
+    return found
 
 
 _Pair = tuple[float, float]  # an estimate and its standard error; "nan" is read as the number
@@ -325,8 +296,8 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
     # A horizon may have longer sequences than the run measured its tiles for.
     measured = None if study.horizon else run / "calibration.json"
     execution = assembly.make_execution(config, policy.model, measured=measured)
-    task = grading.make_task(config)
     _check_sources(study, execution)
+    task = sources.make_task(config)
     examples = tuple(task.train[i] for i in range(config.learner.prompts_per_step))
     training = assembly.make_training(config, execution)
     training = replace(training, learning=_make_learning(config))
@@ -334,11 +305,11 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
         training=training,
         params=policy.params,
         task=task,
-        text=grading.make_text(config, policy.model, run=run),
+        text=sources.make_text(config, policy.model, run=run),
         examples=examples,
         batches=study.batches,
         seed=config.seed,
-        remedies=_remedies(study),
+        remedies=study.remedy,
         projected=study.projected,
     )
 
@@ -352,10 +323,6 @@ def _make_learning(config: RunConfig) -> Learning:
         micro_batch=section.micro_batch,
         remat=section.remat,
     )
-
-
-def _remedies(study: GradientStudy) -> dict[str, tuple[dict[str, Any], ...]]:
-    return {name: one.corrections for name, one in study.remedy.items()}
 
 
 def _record(exact: Batches, other: Batches) -> dict[str, Any]:

@@ -11,39 +11,38 @@ of all runs as one tidy table: a row for every step, seed and arm.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from tim_jax.app.config import toml
 from tim_jax.app.run import folders
 from tim_jax.app.run.loggers import read_lines
-from tim_jax.app.run.signals import Preemption
 from tim_jax.common import errors, inputs
 from tim_jax.common.errors import InputError, PreemptedError, did_you_mean, writing
+from tim_jax.common.machine import Preemption
 from tim_jax.instruments.study.definition import Arm, GradientStudy, Study
-from tim_jax.model.files import write_json
+from tim_jax.model.files import read_json, write_json, write_text
 
 _POLL = 0.2  # seconds
 _SAY = 30.0  # seconds after which each run's last line is repeated
+_AGAIN = 30.0  # seconds after which a run is tried again whose folder another process has
 KEYS = ("arm", "seed", "step")  # of a row
 _BUSY = "is in use by"  # what a run says whose folder another process has
+_ENDED = "ended.json"  # says that a run ended early, and how
 
 KINDS: Mapping[str, type[Study] | type[GradientStudy]] = MappingProxyType(
     {"training": Study, "gradient": GradientStudy}
 )
-
-_STUDY = TypeAdapter(dict[str, Any])
-_ARMS = TypeAdapter(tuple[Arm, ...])
-_SEEDS = TypeAdapter(tuple[int, ...])
 
 
 class Planned(NamedTuple):
@@ -54,15 +53,18 @@ class Planned(NamedTuple):
     folder: Path
 
     @property
-    def ended(self) -> Path:
-        """The file that says that the run ended early, and how."""
-        return self.folder / "ended.json"
+    def log(self) -> Path:
+        """What the run's processes say."""
+        return self.folder.with_suffix(".log")
 
     @property
     def done(self) -> bool:
         """Whether there is nothing left to run, to export or to draw."""
         drawn = (self.folder / "chart.png").exists()  # after the export, the last that a run does
-        return self.ended.exists() or (drawn and folders.finished(self.folder))
+        return (self.folder / _ENDED).exists() or (drawn and folders.finished(self.folder))
+
+    def __str__(self) -> str:
+        return f"{self.arm}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -85,58 +87,29 @@ class Stated:
 
 
 def state(study: Any, arms: Sequence[Arm], folder: Path, *, seeds: Sequence[int]) -> Stated:
-    """Writes down what the study is, before it runs, or compares with what was written before.
-
-    Raises:
-        InputError: the folder has another study, or something else; it cannot be written.
-    """
-    stated = Stated(study, tuple(arms), folder, tuple(seeds))
-    record = _record(stated)
-    path = folder / "study.json"
+    """Writes down what the study is, before it runs; refuses a folder that has something else."""
+    said = {
+        "study": study.model_dump(mode="json", exclude_none=True),
+        "seeds": seeds,
+        "arms": [asdict(arm) for arm in arms],
+    }
+    record, path = json.loads(json.dumps(said)), folder / "study.json"
     if path.exists():
-        before = read_record(folder)
+        before = read_json(path)
         for key in sorted({*record, *before}):
             if record.get(key) != before.get(key):
                 raise InputError(
                     f"{folder} holds a study that was stated with another {key}; give the changed"
                     " study another folder (--folder)"
                 )
-        folders.record_start(folder)  # where there was no room for it the first time
-        return stated
-    with writing(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        if strangers := sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")):
-            raise InputError(f"{folder} is not empty and holds no study, but {strangers[0]}")
-        write_json(path, record)
-    folders.record_start(folder)
-    return stated
-
-
-def _record(stated: Stated) -> dict[str, Any]:
-    study = stated.study.model_dump(mode="json", exclude_none=True)
-    keys = ("name", "divergent", "control", "uncontrolled", "run")
-    arms = [{key: getattr(arm, key) for key in keys} for arm in stated.arms]
-    return json.loads(json.dumps({"study": study, "seeds": stated.seeds, "arms": arms}))
-
-
-def read_record(folder: Path) -> dict[str, Any]:
-    """Returns study.json of a study's folder.
-
-    Raises:
-        InputError: it is not there, or damaged.
-    """
-    path = folder / "study.json"
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(
-            f"{folder} holds no study: cannot read {path}: {error.strerror}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is damaged: {error}") from error
-    if not isinstance(record, dict):
-        raise InputError(f"{path} is damaged: {inputs.shown(record)} is not an object")
-    return record
+    else:
+        with writing(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            if strangers := sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")):
+                raise InputError(f"{folder} is not empty and holds no study, but {strangers[0]}")
+            write_json(path, record)
+    folders.record_start(folder)  # at the latest now, if there was no room for it the first time
+    return Stated(study, tuple(arms), folder, tuple(seeds))
 
 
 def run(stated: Stated, *, jobs: int, say: Callable[[str], None]) -> None:
@@ -150,37 +123,43 @@ def run(stated: Stated, *, jobs: int, say: Callable[[str], None]) -> None:
     """
     waiting = [one for one in stated.runs if not one.done]
     say(f"{len(stated.runs)} runs, {len(stated.runs) - len(waiting)} of them done")
-    configs = {arm.name: arm for arm in stated.arms}
+    arms = {arm.name: arm for arm in stated.arms}
     failed: list[str] = []
     running: dict[Planned, _Running] = {}
+    busy: dict[Planned, float] = {}  # until when a run is not tried again
     said = time.monotonic()
     with Preemption() as preemption:
         try:
             while waiting or running:
-                while waiting and len(running) < jobs:
-                    one = waiting.pop(0)
+                free = [one for one in waiting if busy.get(one, 0.0) <= time.monotonic()]
+                for one in free[: jobs - len(running)]:
+                    waiting.remove(one)
                     number = len(stated.runs) - len(waiting)
-                    say(f"{one.arm}, seed {one.seed}: begins, {number} of {len(stated.runs)}")
-                    running[one] = _start(one, configs[one.arm], stated.folder)
+                    if one not in busy:
+                        say(f"{one}: begins, {number} of {len(stated.runs)}")
+                    running[one] = _start(one, arms[one.arm], stated.folder)
                 time.sleep(_POLL)
                 for one in [one for one in running if running[one].process.poll() is not None]:
                     ended = running.pop(one)
                     ended.log.close()
                     outcome = _ended(one, ended)
-                    if outcome == _BUSY:
-                        waiting.append(one)  # a process of an earlier call still works on it
-                        time.sleep(_POLL * 5)
-                    elif outcome:
+                    if outcome == _BUSY:  # a process of another call works on it
+                        waiting.append(one)
+                        if one not in busy:
+                            say(f"{one}: another process has it; tried again until that has ended")
+                        busy[one] = time.monotonic() + _AGAIN
+                        continue
+                    if outcome:
                         failed.append(outcome)
-                    say(f"{one.arm}, seed {one.seed}: {outcome or 'done'}")
+                    say(f"{one}: {outcome or 'done'}")
                 if time.monotonic() - said > _SAY:
                     said = time.monotonic()
                     for one in running:
-                        say(f"{one.arm}, seed {one.seed}: {_last_line(one) or 'starting'}")
+                        say(f"{one}: {_last_line(one) or 'starting'}")
                 if preemption.asked:
                     raise PreemptedError("asked to end; the same command goes on")
         finally:
-            _stop(running)
+            _stop(running.values())
     if failed:
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise InputError(f"study: {failed[0]}{more}; the same command tries again")
@@ -196,20 +175,19 @@ class _Running(NamedTuple):
 
 def _start(one: Planned, arm: Arm, study: Path) -> _Running:
     began = folders.read_start(study)
-    config = arm.config(one.seed, one.folder)
-    path, log = one.folder.with_suffix(".toml"), one.folder.with_suffix(".log")
+    path = one.folder.with_suffix(".toml")
     try:
         one.folder.mkdir(parents=True, exist_ok=True)
         if began is not None:  # all arms have the prompts of one day
             folders.record_start(one.folder, began)
-        path.write_text(toml.dump(config), encoding="utf-8")
-        file = open(log, "ab")  # noqa: SIM115
-        before = log.stat().st_size
+        write_text(path, toml.dump(arm.config(one.seed, one.folder)))
+        log = open(one.log, "ab")  # noqa: SIM115
+        before = one.log.stat().st_size
     except OSError as error:
         raise InputError(f"cannot write {error.filename}: {error.strerror}") from error
     quiet = subprocess.DEVNULL
-    process = subprocess.Popen(_command(path), stdout=file, stderr=file, stdin=quiet)
-    return _Running(process, file, before)
+    process = subprocess.Popen(_command(path), stdout=log, stderr=log, stdin=quiet)
+    return _Running(process, log, before)
 
 
 def _command(path: Path) -> list[str]:
@@ -218,59 +196,62 @@ def _command(path: Path) -> list[str]:
 
 def _ended(one: Planned, ended: _Running) -> str:
     """ "" if the run is done, else what to say of it."""
-    log, status = one.folder.with_suffix(".log"), ended.process.returncode
+    status, last = ended.process.returncode, _last_line(one)
     if status == 0 and one.done:
         return ""
-    last = _last_line(one)
     if status == errors.NOT_FINITE.status:
-        with writing(one.ended):
-            write_json(one.ended, {"status": status, "line": last})
+        path = one.folder / _ENDED
+        with writing(path):
+            write_json(path, {"status": status, "line": last})
         return ""
     # Not the last line alone: the process that has the folder writes to the same log.
-    if _BUSY.encode() in log.read_bytes()[ended.before :]:
+    if _BUSY.encode() in one.log.read_bytes()[ended.before :]:
         return _BUSY
-    return f"the run of {one.arm}, seed {one.seed}, ended with status {status}: {last} ({log})"
+    how = f"ended with status {status}"
+    if status < 0:
+        how = f"was killed by {signal.Signals(-status).name}"
+        how += ", as where memory is short" if status == -signal.SIGKILL else ""
+    return f"the run of {one}, {how}: {last} ({one.log})"
 
 
 def _last_line(one: Planned) -> str:
-    log = one.folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
-    lines = log.strip().splitlines()
+    lines = one.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1] if lines else ""
 
 
-def _stop(running: dict[Planned, _Running]) -> None:
+def _stop(running: Iterable[_Running]) -> None:
     """Lets runs that are under way save their step and end."""
-    for each in running.values():
+    for each in running:
         each.process.terminate()
-    for each in running.values():
+    for each in running:
         each.process.wait()
         each.log.close()
 
 
 def read(path: Path) -> Study | GradientStudy:
-    """A study's file.
-
-    Raises:
-        InputError: it cannot be read; a key or a value is wrong. One line.
-    """
+    """A study's file, or an `InputError` of one line about what is wrong with it."""
     return _validate({"name": path.stem, **toml.read_toml(path)}, str(path))
 
 
-def read_stated(folder: Path) -> Stated:
-    """The study of a folder, as it was stated.
+class _Record(BaseModel):
+    """What study.json holds."""
 
-    Raises:
-        InputError: there is none, it is damaged, or another version of the library wrote it.
-    """
-    record, source = read_record(folder), f"{folder / 'study.json'}"
+    study: dict[str, Any]
+    seeds: tuple[int, ...]
+    arms: tuple[Arm, ...]
+
+
+def read_stated(folder: Path) -> Stated:
+    """The study of a folder, as it was stated; refuses what another version has written."""
+    path = folder / "study.json"
+    record = read_json(path)
     try:
-        study = _validate(_STUDY.validate_python(record.get("study")), source)
-        arms = _ARMS.validate_python(record.get("arms"))
-        seeds = _SEEDS.validate_python(record.get("seeds"))
+        kept = _Record.model_validate(record)
+        study = _validate(kept.study, str(path))
     except (ValidationError, InputError) as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        raise InputError(f"{source} is of another version of this library: {first}") from error
-    return Stated(study, arms, folder, seeds)
+        raise InputError(f"{path} is of another version of this library: {first}") from error
+    return Stated(study, kept.arms, folder, kept.seeds)
 
 
 def _validate(data: Mapping[str, Any], source: str) -> Study | GradientStudy:
@@ -286,8 +267,8 @@ class RunLines(NamedTuple):
     arm: str
     seed: int
     folder: Path
-    lines: list[dict[str, Any]]  # of metrics.jsonl
-    finished: bool
+    lines: Sequence[dict[str, Any]] = ()  # of metrics.jsonl
+    finished: bool = False
     note: str = ""  # why there is nothing, or not all
 
 
@@ -301,7 +282,11 @@ def load(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     Raises:
         InputError: the folder holds neither a study nor a run.
     """
-    runs = read_runs(Path(folder))
+    return as_table(read_runs(Path(folder)))
+
+
+def as_table(runs: Iterable[RunLines]) -> dict[str, np.ndarray]:
+    """The table of these runs, as `load` gives it."""
     rows = [(run, line) for run in runs for line in run.lines]
     names = dict.fromkeys(
         name for _, line in rows for name in line if name not in KEYS and _is_number(line[name])
@@ -318,40 +303,33 @@ def load(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def read_runs(folder: Path) -> list[RunLines]:
-    """The runs of a study's folder in the study's order, or the one run that a folder is.
-
-    Raises:
-        InputError: the folder holds neither.
-    """
+    """The runs of a study's folder in its order, or the one that it is; refuses other folders."""
     if (folder / "study.json").is_file():
-        return [_read_planned(one) for one in read_stated(folder).runs]
+        return [_read(RunLines(*one)) for one in read_stated(folder).runs]
     if not (folder / "config.toml").is_file():
         raise InputError(f"{folder} holds neither a study (study.json) nor a run (config.toml)")
-    return [_read(folder.resolve().name, 0, folder)]
+    return [_read(RunLines(folder.resolve().name, 0, folder))]
 
 
-def _read_planned(one: Planned) -> RunLines:
-    if not (one.folder / "config.toml").is_file():
-        return RunLines(one.arm, one.seed, one.folder, [], False, "not begun")
-    read = _read(one.arm, one.seed, one.folder)
-    return read._replace(note="ended: not finite") if one.ended.exists() else read
-
-
-def _read(arm: str, seed: int, folder: Path) -> RunLines:
-    """A run that cannot be read is there without lines; its note says why."""
+def _read(run: RunLines) -> RunLines:
+    """The run with its lines. One that cannot be read has none, and a note that says why."""
+    config_file, path = run.folder / "config.toml", run.folder / "metrics.jsonl"
+    if not config_file.is_file():
+        return run._replace(note="not begun")
     try:
-        config = toml.load(folder / "config.toml")
+        config = toml.load(config_file)
     except InputError as error:
-        return RunLines(arm, seed, folder, [], False, f"of another version: {error}")
-    seed = config.seed
+        return run._replace(note=f"of another version: {error}")
+    run = run._replace(seed=config.seed)
     try:
-        lines = list(_check(read_lines(folder / "metrics.jsonl"), folder / "metrics.jsonl"))
+        lines = list(_check(read_lines(path), path))
     except InputError as error:
-        return RunLines(arm, seed, folder, [], False, f"{error}")
-    done = folders.finished(folder)
+        return run._replace(note=str(error))
+    done = folders.finished(run.folder)
     last = lines[-1]["step"] if lines else 0
     note = "" if done else f"unfinished: {last} of {config.steps} steps"
-    return RunLines(arm, seed, folder, lines, done, note)
+    note = "ended: not finite" if (run.folder / _ENDED).exists() else note
+    return run._replace(lines=lines, finished=done, note=note)
 
 
 def _check(lines: Iterable[dict[str, Any]], path: Path) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,7 @@
 """An audit passes where sampler and learner agree, and finds one token that is off by one ulp."""
 
+import io
+import json
 from dataclasses import replace
 from typing import Any, cast
 
@@ -8,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from rich.console import Console
 
 from tim_jax.app.jobs import audit as audit_job
 from tim_jax.common.errors import InputError
+from tim_jax.common.types import Rollout, make_key
 from tim_jax.instruments import auditing
-from tim_jax.instruments.auditing import Again, Case, Score, Sizes, running
-from tim_jax.instruments.auditing.cases import plain_sampling
+from tim_jax.instruments.auditing import Again, Case, CaseResult, Score, Sizes, plain_sampling
 from tim_jax.model.parameters import check_params
 from tim_jax.numerics import NATIVE_F32, TPU_FEW_ROWS
 from tim_jax.placement import Placement
@@ -22,6 +25,7 @@ from tim_jax.rl import sharded
 
 SIZES = Sizes(prompts=3, samples=2, prompt_length=7, response_length=11)
 PLAIN = plain_sampling(tiny.CONFIG, SIZES)
+ONE_LAYER, FEW = replace(tiny.CONFIG, num_layers=1), Sizes(2, 2, 4, 8)
 NO_PARAMS = cast(Any, None)  # where none is read
 
 
@@ -120,17 +124,9 @@ CASES = (
 )
 
 
-def run(cases=CASES, numerics=(tiny.NUMERICS,), config=tiny.CONFIG, **options):
-    return list(
-        auditing.audit(
-            tiny.params(config),
-            config,
-            numerics=numerics,
-            cases=cases,
-            sizes=SIZES,
-            **options,
-        )
-    )
+def run(cases=CASES, numerics=(tiny.NUMERICS,), config=tiny.CONFIG, sizes=SIZES, **options):
+    how = {"numerics": numerics, "cases": cases, "sizes": sizes}
+    return list(auditing.audit(tiny.params(config), config, **how, **options))
 
 
 @pytest.mark.slow
@@ -154,19 +150,38 @@ def test_an_audit_of_exact_numerics_passes_and_its_control_differs():
     assert summary.control_unequal_tokens == results[3].unequal_tokens
 
 
+ALONE = (Case("one by one", plain_sampling(ONE_LAYER, FEW), Again(one_by_one=True)),)
+
+
+@pytest.mark.slow
 def test_an_audit_passes_whatever_jax_s_default_generator_is():
-    config = replace(tiny.CONFIG, num_layers=1)
-    cases = (Case("one by one", plain_sampling(config, SIZES), Again(one_by_one=True)),)
     with jax.default_prng_impl("rbg"):
-        results = run(cases, config=config, control=False)
+        results = run(ALONE, config=ONE_LAYER, sizes=FEW, control=False)
     assert [result.passed for result in results] == [True]
+
+
+def test_an_audit_draws_by_keys_of_one_kind_whatever_jax_s_default_generator_is(monkeypatch):
+    """By others a draw may depend on the batch, see `make_key`."""
+    keys = []
+
+    def sampler(execution, *, samples, batching):
+        def sample(weights, prompts, key):
+            keys.append(key)
+            return rollout([8] * samples * len(prompts.lengths), 8)
+
+        return sample
+
+    monkeypatch.setattr(auditing, "_sampler", sampler)
+    with jax.default_prng_impl("rbg"):
+        run(ALONE, config=ONE_LAYER, sizes=FEW, control=False)
+    assert len(keys) == 1 + FEW.prompts
+    assert {key.dtype for key in keys} == {make_key(0).dtype}
 
 
 @pytest.mark.slow
 def test_a_learner_and_a_sampler_on_a_mesh_have_the_bits_of_episodes():
-    config = replace(tiny.CONFIG, num_layers=1)
-    cases = auditing.placed_episodes(config, SIZES, Placement(fsdp=2))
-    results = run(cases, config=config, control=False)
+    cases = auditing.placed_episodes(ONE_LAYER, SIZES, Placement(fsdp=2))
+    results = run(cases, config=ONE_LAYER, control=False)
     assert [r.name for r in results] == [
         f"episodes: {who}, fsdp=2" for who in ("learner", "sampler")
     ]
@@ -176,8 +191,10 @@ def test_a_learner_and_a_sampler_on_a_mesh_have_the_bits_of_episodes():
 
 def test_native_numerics_themselves_fail(monkeypatch):
     looked = []
-    monkeypatch.setattr(running, "forget_programs", lambda: looked.append(True))
-    results = run(CASES[:1], (NATIVE_F32,))
+    monkeypatch.setattr(auditing, "forget_programs", lambda: looked.append(True))
+    sizes = Sizes(prompts=3, samples=4, prompt_length=5, response_length=11)
+    cases = (Case("learner", plain_sampling(ONE_LAYER, sizes), Score()),)
+    results = run(cases, (NATIVE_F32,), config=ONE_LAYER, sizes=sizes)
     assert len(results) == len(looked) == 1  # programs are counted after every case
     assert not results[0].passed
     assert not auditing.summarise(results).passed
@@ -202,9 +219,9 @@ def test_a_fault_of_one_ulp_at_one_token_is_found(monkeypatch):
 
     monkeypatch.setattr(sharded, "score", faulty)
     # The audit's programs may have been compiled with the honest one, and are kept.
-    running.learner_log_probs.cache_clear()
+    auditing.learner_log_probs.cache_clear()
     result = run(CASES[:1], control=False)[0]
-    running.learner_log_probs.cache_clear()
+    auditing.learner_log_probs.cache_clear()
     assert (result.unequal_tokens, result.passed) == (1, False)
     assert result.first_unequal is not None
     assert result.first_unequal[:2] == (4, 0)
@@ -260,3 +277,147 @@ def test_several_tiles_are_audited_where_they_are_asked_for():
     assert (plain.tpu.few_rows, several.tpu.few_rows) == (0, TPU_FEW_ROWS)
     with pytest.raises(InputError, match="several_tiles: only the families"):
         audit_job._numerics(replace(one, family="tiles", interpret=False, several_tiles=True))
+
+
+# --- what is found ---------------------------------------------------------------------------
+
+
+def rollout(lengths=(3, 1), size=4):
+    rng = np.random.default_rng(0)
+    count = len(lengths)
+    arrays: dict[str, Any] = {  # of NumPy, which stands for JAX's
+        "prompts": np.zeros((count, 2), np.int32),
+        "prompt_lengths": np.ones(count, np.int32),
+        "responses": rng.integers(0, 9, (count, size)).astype(np.int32),
+        "lengths": np.asarray(lengths, np.int32),
+        "log_probs": -rng.random((count, size), np.float32),
+        "finished": np.ones(count, bool),
+    }
+    return Rollout(**arrays)
+
+
+def compared(recorded, *, tokens=None, mask=None, log_probs=None):
+    return auditing.compare(
+        recorded,
+        np.asarray(recorded.responses) if tokens is None else tokens,
+        np.asarray(recorded.mask) if mask is None else mask,
+        np.asarray(recorded.log_probs) if log_probs is None else log_probs,
+    )
+
+
+def changed(array, place, value):
+    array = np.array(array)
+    array[place] = value
+    return array
+
+
+def test_equal_arrays_have_no_unequal_token():
+    assert compared(rollout()) == (4, 0, 0.0, None)
+
+
+def test_one_ulp_is_seen_and_placed():
+    recorded = rollout()
+    value = recorded.log_probs[0, 2]
+    moved = np.nextafter(value, np.float32(0))
+    found = compared(recorded, log_probs=changed(recorded.log_probs, (0, 2), moved))
+    token = int(recorded.responses[0, 2])
+    place = auditing.Unequal(0, 2, (token, token), (float(value), float(moved)))
+    assert found == (4, 1, float(moved) - float(value), place)
+
+
+def test_beyond_the_lengths_nothing_is_compared():
+    recorded = rollout()
+    for place in ((0, 3), (1, 1)):
+        assert compared(recorded, log_probs=changed(recorded.log_probs, place, 9.0))[1] == 0
+        assert compared(recorded, tokens=changed(recorded.responses, place, 99))[1] == 0
+
+
+def test_other_tokens_and_lengths_are_unequal():
+    recorded = rollout()
+    assert compared(recorded, tokens=changed(recorded.responses, (1, 0), 99))[:2] == (4, 1)
+    longer = compared(recorded, mask=changed(recorded.mask, (1, 1), True))
+    assert longer[:2] == (5, 1)
+    assert longer[3] is not None
+    assert longer[3][:2] == (1, 1)
+    assert compared(recorded, mask=changed(recorded.mask, (0, 2), False))[:2] == (4, 1)
+
+
+def test_zeros_of_either_sign_are_not_the_same_bits():
+    recorded = rollout()
+    recorded = replace(recorded, log_probs=changed(recorded.log_probs, (0, 0), 0.0))
+    found = compared(recorded, log_probs=changed(recorded.log_probs, (0, 0), -0.0))
+    assert found[1:3] == (1, 0.0)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_what_is_not_finite_is_unequal_even_to_itself(value):
+    recorded = rollout()
+    recorded = replace(recorded, log_probs=changed(recorded.log_probs, (0, 1), value))
+    assert compared(recorded)[1] == 1
+
+
+EQUAL = CaseResult("equal", "tiles float32", 10, 0, 0.0, None, seconds=1.25)
+PLACE = auditing.Unequal(3, 5, (8, 8), (-1.5, -1.25))
+UNEQUAL = CaseResult("unequal", "tiles float32", 20, 2, 0.25, PLACE)
+EMPTY = CaseResult("empty", "tiles float32", 0, 0, 0.0, None)
+CONTROL = CaseResult("control", "native float32", 7, 6, 1e-6, PLACE, control=True)
+
+
+@pytest.mark.parametrize(
+    ("results", "passed"),
+    [
+        ([EQUAL], True),
+        ([EQUAL, CONTROL], True),
+        ([EQUAL, UNEQUAL], False),
+        ([EQUAL, EMPTY], False),
+        ([CONTROL], False),
+        ([], False),
+    ],
+)
+def test_a_summary_passes_only_if_something_was_compared_and_all_of_it_equal(results, passed):
+    assert auditing.summarise(results).passed is passed
+
+
+def test_json_has_the_counts_without_the_controls():
+    text = auditing.to_json(auditing.summarise([EQUAL, UNEQUAL, CONTROL], model="some/folder"))
+    values = json.loads(text)
+    assert values["compared_tokens"] == 30
+    assert values["unequal_tokens"] == 2
+    assert values["max_abs_diff"] == 0.25
+    assert values["control_unequal_tokens"] == 6
+    assert values["passed"] is False
+    assert values["model"] == "some/folder"
+    assert set(values["versions"]) == {"jax", "jaxlib", "python"}
+    assert values["platform"] == jax.devices()[0].platform
+    assert values["device_kind"]
+    assert [case["name"] for case in values["cases"]] == ["equal", "unequal", "control"]
+    assert [case["passed"] for case in values["cases"]] == [True, False, True]
+    assert values["cases"][1]["first_unequal"] == {
+        "sequence": 3,
+        "position": 5,
+        "tokens": [8, 8],
+        "values": [-1.5, -1.25],
+    }
+
+
+def test_json_stays_json_where_a_log_prob_is_not_a_number():
+    place = PLACE._replace(values=(float("nan"), -1.0))
+    broken = replace(UNEQUAL, max_abs_diff=float("nan"), first_unequal=place)
+    values = json.loads(auditing.to_json(auditing.summarise([broken])))
+    assert values["cases"][0]["max_abs_diff"] is None
+    assert values["cases"][0]["first_unequal"]["values"] == [None, -1.0]
+
+
+def test_the_table_shows_verdicts_and_places():
+    other = replace(UNEQUAL, first_unequal=PLACE._replace(tokens=(8, 2)))
+    file = io.StringIO()
+    Console(file=file, width=160).print(auditing.table([EQUAL, UNEQUAL, other, EMPTY, CONTROL]))
+    text = file.getvalue()
+    for part in (
+        "UNEQUAL",
+        "NOTHING COMPARED",
+        "control",
+        "sequence 3, position 5: -1.5 and -1.25",
+    ):
+        assert part in text
+    assert "token 8 and 2" in text

@@ -7,23 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 import tiny
 
 from tim_jax.kernels import native, tiles
-from tim_jax.model import calibration
-from tim_jax.model import calibration as keeping
+from tim_jax.model import fitting
 from tim_jax.numerics import EXACT_F32, NATIVE_F32, Rows
 
 COUNTS = (1, 2, 4, 8, 16, 17, 32, 64)
-IN_USE = {name: getattr(calibration, name) for name in ("_COUNTS", "_ATTENTION_COUNTS")}
+IN_USE = {name: getattr(fitting, name) for name in ("_COUNTS", "_ATTENTION_COUNTS")}
 DOTS = {16: {16, 23, 32, 48}, 24: {16}}  # contraction size -> widths, by tiny.CONFIG
 
 
 @pytest.fixture(autouse=True)
 def few_counts(monkeypatch):
     """As in use, with fewer row counts to compile."""
-    monkeypatch.setattr(calibration, "_COUNTS", COUNTS)
-    monkeypatch.setattr(calibration, "_ATTENTION_COUNTS", (1, 2, 4, 8, 16))
+    monkeypatch.setattr(fitting, "_COUNTS", COUNTS)
+    monkeypatch.setattr(fitting, "_ATTENTION_COUNTS", (1, 2, 4, 8, 16))
 
 
 def in_classes(*borders):
@@ -39,11 +39,9 @@ def in_classes(*borders):
 def calibrated(batch, monkeypatch, dot):
     """Rows by contraction, for a backend with this dot; attention is left out, to save time."""
     monkeypatch.setattr(native, "dot", dot)
-    monkeypatch.setattr(calibration, "_attention", lambda *_: (False, Rows(8, 8)))
+    monkeypatch.setattr(fitting, "_attention", lambda *_: (False, Rows(8, 8)))
     return dict(
-        calibration.calibrate(
-            tiny.CONFIG, tiny.NUMERICS, batch=batch, longest=64
-        ).rows_by_contraction
+        fitting.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=batch, longest=64).rows_by_contraction
     )
 
 
@@ -51,9 +49,9 @@ def calibrated(batch, monkeypatch, dot):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_in_the_ranges_found_a_row_has_the_same_bits_for_every_count(dtype, monkeypatch):
     # Nearly as many as in use: a border between them is looked for at every count checked below.
-    monkeypatch.setattr(calibration, "_COUNTS", (1, 2, 3, 4, 5, 8, 16, 17, 31, 32, 33, 64))
+    monkeypatch.setattr(fitting, "_COUNTS", (1, 2, 3, 4, 5, 8, 16, 17, 31, 32, 33, 64))
     start = replace(tiny.NUMERICS, compute_dtype=dtype)
-    numerics = calibration.calibrate(tiny.CONFIG, start, batch=4, longest=64)
+    numerics = fitting.calibrate(tiny.CONFIG, start, batch=4, longest=64)
     assert {size for size, _ in numerics.rows_by_contraction} == DOTS.keys()
     rng = np.random.default_rng(7)  # other data than the measurement's
     for size, widths in DOTS.items():
@@ -72,8 +70,8 @@ def test_in_the_ranges_found_a_row_has_the_same_bits_for_every_count(dtype, monk
 def test_between_the_counts_that_are_tried_a_row_has_the_same_bits(monkeypatch):
     """With AVX2 alone attention of 17, 18, 41 or 42 rows has bits of its own."""
     for name, counts in IN_USE.items():
-        monkeypatch.setattr(calibration, name, counts)
-    found = calibration.calibrate(tiny.CONFIG, EXACT_F32, batch=4, longest=64)
+        monkeypatch.setattr(fitting, name, counts)
+    found = fitting.calibrate(tiny.CONFIG, EXACT_F32, batch=4, longest=64)
     rng = np.random.default_rng(7)  # other data than the measurement's
     low, high = found.attention_rows.low, found.attention_rows.high
     assert high is not None
@@ -100,14 +98,14 @@ def test_between_the_counts_that_are_tried_a_row_has_the_same_bits(monkeypatch):
 
 def test_a_hole_between_row_counts_ends_a_range(monkeypatch):
     """As 17, 18, 41 and 42 rows are one with AVX2 alone."""
-    monkeypatch.setattr(calibration, "_ATTENTION_COUNTS", IN_USE["_ATTENTION_COUNTS"])
+    monkeypatch.setattr(fitting, "_ATTENTION_COUNTS", IN_USE["_ATTENTION_COUNTS"])
 
     def attend(query, key, value, last):
         rows = query.shape[2]
         return jnp.full(query.shape, float(rows < 16) + 2.0 * (rows in (17, 18, 41, 42)))
 
     query = np.zeros((1, 1, 48, 2), np.float32)
-    found = calibration._attention_rows(attend, query, None, None, np.zeros((1, 48), np.int32))
+    found = fitting._attention_rows(attend, query, None, None, np.zeros((1, 48), np.int32))
     assert found == Rows(24, 40)
 
 
@@ -147,7 +145,7 @@ def test_a_row_counts_wherever_it_stands(monkeypatch):
 
 @pytest.mark.slow
 def test_keys_are_weighed_at_once_only_where_that_changes_nothing(monkeypatch):
-    found = calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4, longest=64)
+    found = fitting.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4, longest=64)
     if found.whole_kv:
         assert found.attention_rows.high == 16
     true_mix = native.mix
@@ -156,15 +154,15 @@ def test_keys_are_weighed_at_once_only_where_that_changes_nothing(monkeypatch):
         return true_mix(weights, value) + float(value.shape[2])
 
     monkeypatch.setattr(native, "mix", mix)
-    found = calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4, longest=64)
+    found = fitting.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4, longest=64)
     assert not found.whole_kv
 
 
-@pytest.mark.parametrize(("size", "longest"), [(16, 200), (128, 500)])
+@pytest.mark.parametrize(("size", "longest"), quick.some([(16, 200), (128, 500)], 1))
 def test_fewer_keys_have_the_bits_of_all_up_to_the_longest_sequence(size, longest):
     """With heads of 128 XLA's sums over 500 keys have another order than those over 256."""
     config = replace(tiny.CONFIG, head_dim=size)
-    whole, rows = calibration._attention(config, EXACT_F32, longest)
+    whole, rows = fitting._attention(config, EXACT_F32, longest)
     numerics, block = replace(EXACT_F32, whole_kv=whole, attention_rows=rows), EXACT_F32.kv_block
     span = -(-longest // block) * block
     rng = np.random.default_rng(3)
@@ -182,7 +180,7 @@ def test_fewer_keys_have_the_bits_of_all_up_to_the_longest_sequence(size, longes
 
 def test_very_long_sequences_have_a_product_for_every_block():
     """And the rows that were found for it have the bits of any other number of rows and keys."""
-    whole, rows = calibration._attention(tiny.CONFIG, tiny.NUMERICS, 10**6)
+    whole, rows = fitting._attention(tiny.CONFIG, tiny.NUMERICS, 10**6)
     assert not whole
     assert rows.low < 16
     numerics = replace(tiny.NUMERICS, attention_rows=rows)
@@ -202,9 +200,9 @@ def test_very_long_sequences_have_a_product_for_every_block():
 
 
 def test_native_numerics_and_other_backends_are_left_alone(monkeypatch):
-    assert calibration.calibrate(tiny.CONFIG, NATIVE_F32, batch=4, longest=64) == NATIVE_F32
+    assert fitting.calibrate(tiny.CONFIG, NATIVE_F32, batch=4, longest=64) == NATIVE_F32
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert calibration.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4, longest=64) == tiny.NUMERICS
+    assert fitting.calibrate(tiny.CONFIG, tiny.NUMERICS, batch=4, longest=64) == tiny.NUMERICS
 
 
 # --- the head in parts -------------------------------------------------------------------------
@@ -216,11 +214,11 @@ def ones(x, weight):
 
 def head_columns(monkeypatch, seconds, dot=ones, **changes):
     """The columns chosen for a head of 23, if it takes these seconds whole, and in parts of 8."""
-    monkeypatch.setattr(calibration, "_HEAD_COLUMNS", 8)
-    monkeypatch.setattr(calibration, "_seconds", lambda _: seconds)
+    monkeypatch.setattr(fitting, "_HEAD_COLUMNS", 8)
+    monkeypatch.setattr(fitting, "_seconds", lambda _: seconds)
     monkeypatch.setattr(native, "dot", dot)
     numerics = replace(tiny.NUMERICS, rows_by_contraction=((16, Rows(2, 64)),), **changes)
-    return calibration._head_columns(tiny.CONFIG, numerics, 6)
+    return fitting._head_columns(tiny.CONFIG, numerics, 6)
 
 
 def test_the_head_is_cut_where_that_is_much_faster(monkeypatch):
@@ -275,12 +273,12 @@ def measuring(monkeypatch):
         calls.append((numerics, batch))
         return replace(FOUND, kv_block=numerics.kv_block)
 
-    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    monkeypatch.setattr(fitting, "calibrate", calibrate)
     return calls
 
 
 def kept(file, numerics=tiny.NUMERICS, batch=8, config=tiny.CONFIG, longest=64):
-    return keeping.calibrate_once(config, numerics, batch=batch, longest=longest, file=file)
+    return fitting.calibrate_once(config, numerics, batch=batch, longest=longest, file=file)
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path, measuring):
@@ -325,7 +323,7 @@ def test_longer_sequences_are_measured_anew_and_shorter_ones_are_not(tmp_path, m
 def test_another_machine_measures_for_itself(tmp_path, measuring, monkeypatch):
     file = tmp_path / "calibration.json"
     kept(file)
-    monkeypatch.setattr(keeping, "_machine", lambda: "another")
+    monkeypatch.setattr(fitting, "_machine", lambda: "another")
     kept(file)
     assert len(measuring) == 2
 
@@ -334,7 +332,7 @@ def test_what_was_measured_at_fewer_row_counts_is_measured_again(tmp_path, measu
     """Such as before those were tried that differ with AVX2 alone."""
     file = tmp_path / "calibration.json"
     kept(file)
-    monkeypatch.setattr(calibration, "_ATTENTION_COUNTS", (*calibration._ATTENTION_COUNTS, 49))
+    monkeypatch.setattr(fitting, "_ATTENTION_COUNTS", (*fitting._ATTENTION_COUNTS, 49))
     kept(file)
     assert len(measuring) == 2
 
@@ -358,7 +356,7 @@ def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path, measuring):
 
 def test_what_a_measurement_is_kept_for_has_every_field():
     """The text of a value may leave defaults out; files of earlier versions have them."""
-    kept = calibration._of(tiny.CONFIG, tiny.NUMERICS)
+    kept = fitting._of(tiny.CONFIG, tiny.NUMERICS)
     assert "rope=RopeConfig(kind='default', theta=" in kept["model"]
     assert "router_groups_per_tok=1, " in kept["model"]
     assert "rows=Rows(low=" in kept["numerics"]
