@@ -1,18 +1,20 @@
 """The rules between a run's settings, each once.
 
-A configuration has them before a model is opened, `Training.check` before anything is compiled. So
-they take plain values, and name a field as `Training` does. A configuration says its own key.
+A configuration checks its `Settings` before a model is opened, `Training.check` before anything is
+compiled. So rules take plain values, and name a field as `Training` does. A configuration says its
+own key.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from tim_jax import corrections
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.common.inputs import check_kinds
 from tim_jax.corrections import Correction, Mode
+from tim_jax.model.execution import Routing
 from tim_jax.objectives import Objective, advantages
 from tim_jax.placement import ROWS, Placement
 from tim_jax.tasks.base import History
@@ -52,6 +54,89 @@ class RuleError(InputError):
     def __init__(self, field: str, value: object, rule: str, *, axis: str | None = None):
         super().__init__(f"{field} = {value!r}: {rule}")
         self.field, self.value, self.rule, self.axis = field, value, rule, axis
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the rules of a run read; fields are those of `Training` and of the values in it."""
+
+    objective: Objective
+    correction: Correction
+    mode: Mode
+    samples: int
+    prompts_per_step: int
+    mini_batches: int
+    epochs: int
+    micro_batch: int | None
+    micro_batch_tokens: int | None
+    noise_scale: bool
+    routing: Routing
+    credit: Credit
+    refills: int
+    offload: bool
+    max_staleness: int
+    slots: int | None
+    placement: Placement
+    """The learner's."""
+    sampler_placement: Placement
+    truncated: bool
+    """Whether top-k or top-p leaves tokens out."""
+    longest: int
+    """Tokens of a response, or of all that follows the prompt of an episode."""
+    max_prompt_length: int | None = None
+    """None: it is not known yet."""
+    turns: Turns | None
+
+    def check(self) -> None:
+        """Refuses settings that contradict each other.
+
+        Raises:
+          RuleError: with the field that is wrong.
+          InputError: an objective that needs the whole distribution, of a truncated one.
+        """
+        objective, samples, prompts = self.objective, self.samples, self.prompts_per_step
+        sequences, updates = prompts * samples, self.mini_batches * self.epochs
+        greedy = "greedy_rewards" in advantages.needs(objective.estimator)
+        parts: Any = {"mini_batches": self.mini_batches, "micro_batch": self.micro_batch}
+        if self.truncated:
+            objective.check_whole_distribution()
+        check_learning(objective, self.correction, mode=self.mode, samples=samples, updates=updates)
+        check_length(objective)
+        check_reward_kl(objective, sequences=sequences)
+        check_rows(prompts=prompts, samples=samples, **parts)
+        if self.noise_scale:
+            rows = sequences // self.mini_batches
+            check_noise_scale(sequences=rows, micro_batch=self.micro_batch, samples=samples)
+        if self.micro_batch_tokens is not None:
+            check_packed(noise_scale=self.noise_scale)
+            if self.max_prompt_length is not None:
+                whole = self.max_prompt_length + self.longest
+                check_micro_batch_tokens(
+                    self.micro_batch_tokens, longest=whole, placement=self.placement
+                )
+        check_refills(self.refills, objective, samples=samples)
+        check_staleness(self.max_staleness, offload=self.offload)
+        self._check_turns()
+        check_learner_rows(self.placement, sequences=sequences, **parts)
+        where = self.sampler_placement
+        check_sampler_rows(
+            where, prompts=prompts, sequences=sequences, slots=self.slots, greedy=greedy
+        )
+
+    def _check_turns(self) -> None:
+        if self.turns is None:
+            rule = "needs episodes of several turns"
+            _require(self.credit != "turn", "credit", self.credit, rule)
+            return
+        check_turns(
+            max_tokens=self.turns.max_tokens,
+            longest=self.longest,
+            max_staleness=self.max_staleness,
+            routing=self.routing,
+            objective=self.objective,
+        )
+        check_credit(self.credit, self.objective)
+        check_cut(self.turns.history, noise_scale=self.noise_scale)
 
 
 def _require(holds: bool, field: str, value: object, rule: str) -> None:

@@ -3,6 +3,7 @@
 import textwrap
 from dataclasses import dataclass, field, fields, replace
 from math import gcd, lcm
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -190,55 +191,22 @@ class Training:
           RuleError: with the field that is wrong.
           InputError: entries of the dial that the sampler cannot have.
         """
-        learning, sampler = self.learning, self.sampler
-        objective, samples, micro = learning.objective, learning.samples, learning.micro_batch
+        sampler = self.sampler
         counts = "prompts_per_step", "mini_batches", "epochs", "length_buckets"
         rules.check_counts(**{name: getattr(self, name) for name in counts})
-        rules.check_learning(
-            objective,
-            learning.correction,
-            mode=learning.mode,
-            samples=samples,
-            updates=self.updates,
-        )
-        if self.execution.sampling.truncated:
-            objective.check_whole_distribution()
-        rules.check_length(objective)
-        rules.check_reward_kl(objective, sequences=self.sequences)
-        rules.check_refills(self.refills, objective, samples=samples)
-        parts: Any = {"mini_batches": self.mini_batches, "micro_batch": micro}
-        rules.check_rows(prompts=self.prompts_per_step, samples=samples, **parts)
-        if learning.noise_scale:
-            rules.check_noise_scale(sequences=self.rows, micro_batch=micro, samples=samples)
-        rules.check_learner_rows(self.execution.placement, sequences=self.sequences, **parts)
-        rules.check_sampler_rows(
-            self.drawing.placement,
-            prompts=self.prompts_per_step,
-            sequences=self.sequences,
-            slots=sampler.batching.slots,
-            greedy=learning.needs_greedy,
-        )
-        rules.check_staleness(sampler.max_staleness, offload=self.offload)
+        self._settings().check()
         if sampler.max_staleness:
             dial.refuse_ahead(sampler.mismatch)
-        if self.turns is not None:
-            self._check_turns(self.turns)
-        elif learning.credit == "turn":
-            raise rules.RuleError("credit", "turn", "needs episodes of several turns")
-
-    def _check_turns(self, turns: Turns) -> None:
-        learning, sampler = self.learning, self.sampler
-        rules.check_turns(
-            max_tokens=turns.max_tokens,
-            longest=self.execution.sampling.max_tokens,
-            max_staleness=sampler.max_staleness,
-            routing=learning.routing,
-            objective=learning.objective,
-        )
-        if sampler.mismatch.in_flight is not None:
+        if self.turns is not None and sampler.mismatch.in_flight is not None:
             raise sampler.mismatch.in_flight.refuse("is for responses of one turn")
-        rules.check_credit(learning.credit, learning.objective)
-        rules.check_cut(turns.history, noise_scale=learning.noise_scale)
+
+    def _settings(self) -> rules.Settings:
+        names = {one.name for one in fields(rules.Settings)} & _PLACES.keys()
+        names -= {"sampler_placement"}  # of which None stands for the learner's
+        own = {name: attrgetter(".".join((*_PLACES[name][0], name)))(self) for name in names}
+        sampling = self.execution.sampling
+        own |= {"sampler_placement": self.drawing.placement, "truncated": sampling.truncated}
+        return rules.Settings(**own, longest=sampling.max_tokens)
 
     def check_devices(self, devices: Devices) -> None:
         """Refuses devices that cannot hold the meshes, or cannot send their state to the host."""

@@ -600,6 +600,11 @@ def test_an_objective_that_makes_no_sense_is_one_line(changes, line):
 
 
 LEARNER_REFUSED = [
+    (
+        {"credit": "turn", "objective": {"preset": "reinforce"}},
+        {},
+        'learner.credit = "turn": needs episodes of several turns',
+    ),
     ({"refills": -1}, {}, "learner.refills = -1: must be 0 or more"),
     (
         {"refills": 2, "objective": {"preset": "reinforce"}},

@@ -35,11 +35,10 @@ from tim_jax.app.config.sections import (
     Warmup,
     part,
     refusal,
-    refused,
 )
 from tim_jax.common.errors import InputError
 from tim_jax.model.adapters import Lora
-from tim_jax.objectives import Objective, advantages
+from tim_jax.objectives import Objective
 from tim_jax.optimizers import AdamW, Decay, LossScale
 from tim_jax.placement import Devices, Placement
 from tim_jax.rl import rules
@@ -262,6 +261,8 @@ def _refused_by_key(config: "RunConfig") -> Iterator[None]:
             key = f"placement.{'sampler.' if own else ''}{error.axis}"
             value = attrgetter(key)(config)
         raise refusal(key, value, error.rule) from error
+    except InputError as error:
+        raise refusal("learner.objective", None, str(error)) from error
 
 
 class RunConfig(Section):
@@ -402,63 +403,27 @@ class RunConfig(Section):
 
     def _check_rules(self) -> None:
         """The rules that any run has, by the names of this configuration's keys."""
-        section, sampling, sampler = self.learner, self.sampling, self.sampler
-        samples, prompts, longest = sampling.samples, section.prompts_per_step, sampling.longest
-        minis, micro, total = section.mini_batches, section.micro_batch, self.sequences_per_step
-        learning, drawing = self.placement.value, self.placement.for_sampler
-        with refused("learner.objective", None):
-            objective = self.objective
-            if sampling.truncated:
-                objective.check_whole_distribution()
+        sampling, where = self.sampling, self.placement
         with _refused_by_key(self):
-            rules.check_learning(
-                objective,
-                corrections.build(section.corrections),
-                mode=section.mode,
-                samples=samples,
-                updates=self.updates_per_step,
-            )
-            rules.check_reward_kl(objective, sequences=total)
-            rules.check_rows(
-                prompts=prompts, samples=samples, mini_batches=minis, micro_batch=micro
-            )
-            if section.noise_scale:
-                rules.check_noise_scale(
-                    sequences=total // minis, micro_batch=micro, samples=samples
-                )
-            if section.micro_batch_tokens is not None:
-                rules.check_packed(noise_scale=section.noise_scale)
-                rules.check_micro_batch_tokens(
-                    section.micro_batch_tokens,
-                    longest=sampling.max_prompt_length + longest,
-                    placement=learning,
-                )
-            rules.check_refills(section.refills, objective, samples=samples)
-            rules.check_staleness(sampler.max_staleness, offload=section.offload)
-            if sampling.max_turns is not None:
-                rules.check_turns(
-                    max_tokens=sampling.max_tokens,
-                    longest=longest,
-                    max_staleness=sampler.max_staleness,
-                    routing=section.routing,
-                    objective=objective,
-                )
-                rules.check_credit(section.credit, objective)
-                rules.check_cut(self.task.history, noise_scale=section.noise_scale)
-            rules.check_learner_rows(
-                learning, sequences=total, mini_batches=minis, micro_batch=micro
-            )
-            rules.check_sampler_rows(
-                drawing,
-                prompts=prompts,
-                sequences=total,
-                slots=sampler.slots,
-                greedy="greedy_rewards" in advantages.needs(objective.estimator),
-            )
-        for key, where in (("tensor", learning), ("sampler.tensor", drawing)):
-            if self.column_tiles % where.tensor:
+            part(
+                rules.Settings,
+                self.learner,
+                objective=self.objective,
+                correction=corrections.build(self.learner.corrections),
+                samples=sampling.samples,
+                max_staleness=self.sampler.max_staleness,
+                slots=self.sampler.slots,
+                placement=where.value,
+                sampler_placement=where.for_sampler,
+                truncated=sampling.truncated,
+                longest=sampling.longest,
+                max_prompt_length=sampling.max_prompt_length,
+                turns=self.turns,
+            ).check()
+        for key, own in (("tensor", where.value), ("sampler.tensor", where.for_sampler)):
+            if self.column_tiles % own.tensor:
                 rule = f"must divide numerics.column_tiles = {self.column_tiles}"
-                raise refusal(f"placement.{key}", where.tensor, rule)
+                raise refusal(f"placement.{key}", own.tensor, rule)
 
     def _check_lengths(self) -> None:
         architecture, sampling = self.model.random_architecture, self.sampling
