@@ -427,7 +427,7 @@ def decay_report(opt_state: Any) -> dict[str, jax.Array]:
     states = [(path, state) for path, state in leaves if isinstance(state, kinds)]
     places = _distinguished([path for path, _ in states])
     return {
-        name + place: value
+        name + place: jnp.asarray(value)  # flax keeps an optimizer's state in variables
         for (_, state), place in zip(states, places, strict=True)
         for name, value in _report(state).items()
     }

@@ -933,6 +933,9 @@ def test_the_state_of_another_correction_is_refused():
     given: dict[str, Any] = {"log_ratio": jnp.zeros((2, 3)), "mask": jnp.ones((2, 3), bool)}
     with pytest.raises(InputError, match="the state has 3 parts and the correction 1"):
         correct(corrections.chain(CASES["token_tis"]), state=(1, 2, 3), **given)
+    moving = corrections.chain(corrections.normalise_by_running_mean("token"))
+    with pytest.raises(InputError, match=r"normalise_by.* must be RunningMeanState, got dict"):
+        correct(moving, state=[{"mean": jnp.float32(1.0)}], **given)  # restored without a template
 
 
 # The effects of a recipe's blocks in their order, as first letters.

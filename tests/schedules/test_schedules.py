@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -539,6 +540,14 @@ def test_several_decays_are_reported_apart():
     chain = optax.chain(length_decay(5), optax.identity(), length_decay(7)).init(params)
     periods = {k: int(v) for k, v in schedules.decay_report(chain).items() if "period" in k}
     assert periods == {"decay_period/0": 5, "decay_period/2": 7}
+
+
+def test_the_report_of_a_flax_optimizer_is_made_of_arrays():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, length_decay(3), wrt=nnx.Param)
+    report = schedules.decay_report(optimizer.opt_state)
+    assert {name: float(x) for name, x in report.items()} == {"lr_scale": 1.0, "decay_period": 3.0}
+    assert all(type(x) is type(jnp.ones(())) for x in report.values())
 
 
 def test_the_step_is_scaled_by_the_root_of_the_effective_sample_size():

@@ -179,11 +179,6 @@ def apply(correction: Correction, start: jax.Array, state: Any, **extra: Any) ->
     A rejection also takes tokens that a mask has set to 0 before: all tokens of a rejected
     sequence.
     """
-    if len(state) != len(correction.blocks):
-        raise InputError(
-            f"the state has {len(state)} parts and the correction {len(correction.blocks)}: it is"
-            " of another correction; begin with state=None"
-        )
     coefficients, states, normaliser = start, [], None
     kept = mask = cast(jax.Array, extra["mask"]).astype(bool)
     for block, before in zip(correction.blocks, state, strict=True):
@@ -213,7 +208,20 @@ def _applied(
     check_shape("log_ratio", arrays["log_ratio"].shape, arrays["mask"].shape)
     arrays["mask"] = arrays["mask"].astype(bool)
     start = arrays["mask"].astype(arithmetic_dtype(*arrays.values()))
-    state = correction.init(start) if state is None else state
+    first = correction.init(start)
+    state = first if state is None else state
+    if len(state) != len(correction.blocks):
+        raise InputError(
+            f"the state has {len(state)} parts and the correction {len(correction.blocks)}: it is"
+            " of another correction; begin with state=None"
+        )
+    for block, given, right in zip(correction.blocks, state, first, strict=True):
+        if jax.tree.structure(given) != jax.tree.structure(right):
+            raise InputError(
+                f"the state of {block.name} must be {type(right).__name__}, got"
+                f" {type(given).__name__}; restore a checkpoint into what the correction's"
+                " init returns, or begin with state=None"
+            )
     return apply(correction, start, state, **arrays), arrays, layout
 
 
