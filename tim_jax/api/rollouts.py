@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
+from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -222,9 +223,11 @@ def as_prompt(prompt: Any, where: str) -> str | tuple[Message, ...]:
     """
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, Sequence) and prompt:
+    if isinstance(prompt, Sequence) and prompt and not isinstance(prompt[0], Integral):
         return tuple(message_of(message, where) for message in prompt)
-    raise InputError(f"{where} must be text or a list of chat messages, got {shown(prompt)}")
+    raise InputError(
+        f"{where} must be text or a list of chat messages, no token ids, got {shown(prompt)}"
+    )
 
 
 def padded(length: int) -> int:
