@@ -140,6 +140,15 @@ def test_compute_casts_what_prepare_casts():
     assert tiny.bits(dial.weights(dials.weights())) == tiny.bits(direct)
 
 
+def test_edits_of_the_weights_stay_in_their_order():
+    """An audit's program has all of them or none: the rest is done before."""
+    quantised, compute = {"name": "quantised_weights", "dtype": "int8"}, TO_BF16
+    for tables in itertools.permutations((quantised, compute, {"name": "raw_log_probs"})):
+        dial = dials.dial(*tables)
+        assert dial.drawing == dial
+    assert dials.dial(quantised, {"name": "split_k", "pieces": 2}).drawing.edits == ()
+
+
 @pytest.mark.parametrize("name", quick.some(["ignored_truncation", "raw_log_probs"], 0))
 def test_a_misreporting_sampler_draws_as_the_exact_one(name):
     exact, other = dials.rollout(), dials.rollout(dials.standard(name))

@@ -49,8 +49,12 @@ class Mismatch:
 
     @property
     def drawing(self) -> "Mismatch":
-        """The entries that change the sampler's program, and not only its weights or its report."""
-        return Mismatch(tuple(entry for entry in self.active if entry.draws))
+        """The entries that change the sampler's program, and not only its weights or its report.
+
+        With one that edits weights too are all that do, as the order of these edits counts.
+        """
+        edits = self.edits if any(entry.draws for entry in self.edits) else ()
+        return Mismatch(tuple(entry for entry in self.active if entry.draws or entry in edits))
 
     @property
     def stale_updates(self) -> int:
