@@ -157,6 +157,9 @@ def test_tile_sizes_on_both_sides_are_those_of_the_arm(monkeypatch):
         dial = mismatch.build([{"name": "tile_sizes", **changes}])
         assert make(shared=dial) == dial.numerics(make())
     assert make(shared=mismatch.build([{"name": "tile_sizes", "rows": 4}])).rows == Rows(4, 4)
+    tables = [{"name": "compute", "dtype": "bfloat16"}, {"name": "tile_sizes", "rows": 4}]
+    found = make(shared=mismatch.build(tables))
+    assert (found.compute_dtype, found.rows_for(16), found.whole_kv) == ("bfloat16", Rows(4, 4), 1)
 
 
 def test_auto_is_the_default_of_a_config():

@@ -17,7 +17,13 @@ from tim_jax.common.errors import InputError
 from tim_jax.instruments.auditing import PRESETS
 from tim_jax.mismatch import Mismatch
 from tim_jax.model.execution import Execution, Sampling
-from tim_jax.numerics import GPU_EXACT_BF16, MOSAIC_GPU_EXACT_BF16, TPU_EXACT_BF16
+from tim_jax.numerics import (
+    GPU_EXACT_BF16,
+    GPU_EXACT_F32,
+    MOSAIC_GPU_EXACT_BF16,
+    TPU_EXACT_BF16,
+    Rows,
+)
 from tim_jax.policy import sampler, scoring
 from tim_jax.rl import sharded
 from tim_jax.rl.programs import sampling_program
@@ -132,6 +138,15 @@ def test_compute_casts_what_prepare_casts():
     numerics = dial.numerics(dials.LEARNER)
     direct = jax.jit(replace(dials.EXECUTION, numerics=numerics).prepare)(tiny.params(dials.CONFIG))
     assert tiny.bits(dial.weights(dials.weights())) == tiny.bits(direct)
+
+
+def test_edits_of_the_weights_stay_in_their_order():
+    """An audit's program has all of them or none: the rest is done before."""
+    quantised, compute = {"name": "quantised_weights", "dtype": "int8"}, TO_BF16
+    for tables in itertools.permutations((quantised, compute, {"name": "raw_log_probs"})):
+        dial = dials.dial(*tables)
+        assert dial.drawing == dial
+    assert dials.dial(quantised, {"name": "split_k", "pieces": 2}).drawing.edits == ()
 
 
 @pytest.mark.parametrize("name", quick.some(["ignored_truncation", "raw_log_probs"], 0))
@@ -353,6 +368,14 @@ CLASHES = [
         [{"name": "compute", "dtype": "bfloat16"}, {"name": "kv_cache", "dtype": "float32"}],
         ["'kv_cache'", "wider than the sampler's bfloat16"],
     ),
+    (
+        [{"name": "kv_cache", "dtype": "float32"}, {"name": "compute", "dtype": "bfloat16"}],
+        ["'kv_cache'", "wider than the sampler's bfloat16"],
+    ),
+    (
+        [FLASH, {"name": "tile_sizes", "kv_block": 8}],
+        ["'tile_sizes'", "kv_block = 8 contradicts the attention kernel", "at least 16"],
+    ),
 ]
 
 
@@ -369,6 +392,52 @@ def test_entries_that_change_nothing_contradict_nothing():
     idle = [{"name": "split_kv", "programs": 0}, {"name": "attention_softmax", "dtype": "float32"}]
     for tables in ([FLASH, *idle], [*idle, FLASH]):
         mismatch.check(mismatch.build(tables), dials.EXECUTION)
+
+
+# As calibration leaves them, of float32 on one machine.
+MEASURED = replace(
+    tiny.NUMERICS,
+    rows_by_contraction=((16, Rows(1, 2048)),),
+    attention_rows=Rows(1, 48),
+    whole_kv=True,
+    decode_head_columns=8,
+)
+TO_BF16 = {"name": "compute", "dtype": "bfloat16"}
+INTERPRETED = replace(GPU_EXACT_F32, interpret=True)
+
+
+@pytest.mark.parametrize("numerics", [MEASURED, INTERPRETED], ids=["tiles", "pallas"])
+@pytest.mark.parametrize(
+    "table",
+    [
+        TO_BF16,
+        {"name": "softmax", "dtype": "bfloat16"},
+        {"name": "attention_softmax", "dtype": "bfloat16"},
+        {"name": "split_k", "pieces": 2},
+        {"name": "kv_cache", "dtype": "int8"},
+    ],
+)
+def test_the_order_of_entries_decides_nothing(table, numerics):
+    """Not even where the learner's kernels have no such thing, but the sampler's do."""
+    execution = replace(dials.EXECUTION, numerics=numerics)
+    other = {"name": "native_kernels"}
+    if numerics is MEASURED:
+        other = {"name": "tile_sizes", "rows": 4, "attention_rows": 4, "kv_block": 8}
+    both = [dials.dial(*tables) for tables in itertools.permutations((table, other))]
+    for dial in both:
+        mismatch.check(dial, execution)
+    first, second = (dial.numerics(numerics) for dial in both)
+    assert first == second
+    assert set(mismatch.difference(numerics, first)) > dials.ENTRIES[table["name"]][1]
+
+
+def test_another_dtype_has_nothing_of_what_was_measured_of_the_learners():
+    """Else a token's bits would follow the batch, as one row may have a kernel of its own."""
+    unmeasured = replace(tiny.NUMERICS, attention_rows=Rows(16, 16))
+    there = dials.dial(TO_BF16).numerics(MEASURED)
+    assert there == replace(unmeasured, compute_dtype="bfloat16")
+    own = dials.dial({"name": "compute", "dtype": "float32"})
+    assert own.numerics(MEASURED) == MEASURED
 
 
 @pytest.mark.parametrize("name", ["compute", "lm_head", "router", "expert_choice"])

@@ -205,6 +205,25 @@ def test_shaped_rewards_speak_where_those_of_the_task_are_equal():
     assert dropped.metrics["without_signal"] == 1.0
 
 
+def test_rewards_of_turns_speak_where_their_sums_are_equal():
+    """By return: what follows a token differs between turns, unless all is given at the end."""
+    drawn, _ = draw(make_task([False] * 6))
+    at_end = np.zeros((len(drawn.rewards), WIDTH), np.float32)
+    at_end[:, -1] = 7.0
+    earlier = at_end.copy()
+    earlier[0] = [0.0, 3.0, 0.0, 0.0, 4.0]
+    for estimator in ("optimal_token_baseline", "reinforce"):
+        objective = replace(built().training.learning.objective, estimator=estimator)
+        for credit, turned, expected in (
+            ("turn", at_end, 1.0),
+            ("turn", earlier, 0.0),
+            ("episode", earlier, 1.0),
+        ):
+            made = tiny.varied(built(), objective=objective, credit=credit)
+            found = drawing.drawn_metrics(drawn._replace(turn_rewards=turned), made)
+            assert found["without_signal"] == expected
+
+
 def test_nothing_is_drawn_again_where_every_group_speaks():
     drawn, sampler = draw(make_task([True] * 6), refills=5)
     assert len(sampler.names) == 1

@@ -29,12 +29,12 @@ from tim_jax.kernels import formulas, native, pallas
 from tim_jax.numerics import Numerics, strict
 
 _MOST_ROWS = 64  # of a program
-_LEAST = 16  # rows, keys and head sizes that a matrix unit takes
+LEAST = 16  # rows, keys and head sizes that a matrix unit takes
 
 
 def _rows(count: int) -> int:
     """Rows of a program, of as many in all."""
-    return min(_MOST_ROWS, max(_LEAST, pl.next_power_of_2(count)))
+    return min(_MOST_ROWS, max(LEAST, pl.next_power_of_2(count)))
 
 
 def flash_attention(
@@ -54,7 +54,7 @@ def flash_attention(
     one by one on any backend: slow, for tests. No gradient: this is for samplers.
     """
     batch, heads, count, size = query.shape
-    block, rows = max(numerics.kv_block, _LEAST), _rows(count)
+    block, rows = max(numerics.kv_block, LEAST), _rows(count)
     padding, keys = -count % rows, key.shape[3] + -key.shape[3] % block
     query = jnp.pad(query, ((0, 0), (0, 0), (0, padding), (0, 0)))
     last = jnp.pad(positions, ((0, 0), (0, padding)))[..., None]
@@ -205,8 +205,8 @@ def triton_attention(
         KEYS=key.shape[3],
         SIZE=size,
         ROWS=rows,
-        DIMS=max(_LEAST, pl.next_power_of_2(size)),
-        BLOCK=max(numerics.kv_block, _LEAST),
+        DIMS=max(LEAST, pl.next_power_of_2(size)),
+        BLOCK=max(numerics.kv_block, LEAST),
     )
 
 

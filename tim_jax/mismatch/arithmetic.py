@@ -24,7 +24,13 @@ class Compute(Entry):
     name, kind = "compute", "precision"
 
     def numerics(self, numerics: Numerics) -> Numerics:
-        return replace(numerics.in_dtype(self.dtype), decode_head_columns=None)
+        if self.dtype == numerics.compute_dtype:
+            return numerics
+        rows = numerics.attention_rows
+        # What was measured holds for the learner's dtype: in another, bits would follow the batch.
+        fixed = rows if rows.low == rows.high else Numerics.attention_rows
+        found = numerics.in_dtype(self.dtype).uncalibrated
+        return replace(found, attention_rows=fixed, whole_kv=False)
 
     def weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         def cast(path, leaf: jax.Array) -> jax.Array:
@@ -117,7 +123,7 @@ class NativeKernels(Entry):
     no_control = "plain XLA in the learner too gives other bits than in the sampler"
 
     def numerics(self, numerics: Numerics) -> Numerics:
-        return replace(numerics, family="native", decode_head_columns=None)
+        return replace(numerics, family="native", decode_head_columns=None, interpret=False)
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,20 @@ class TileSizes(Entry):
         super().__post_init__()
         if (self.rows, self.attention_rows, self.kv_block) == (None, None, None):
             raise self.refuse("needs one of rows, attention_rows, kv_block")
+
+    def check(self, execution: Execution) -> None:
+        if execution.numerics.attention == "family":
+            return
+        if self.attention_rows is not None:
+            raise self.refuse(
+                f"attention_rows = {self.attention_rows} contradicts the attention kernel,"
+                " which has row tiles of its own; leave it out"
+            )
+        if self.kv_block is not None and self.kv_block < variants.LEAST:
+            raise self.refuse(
+                f"kv_block = {self.kv_block} contradicts the attention kernel, whose blocks have"
+                f" at least {variants.LEAST} keys"
+            )
 
     def numerics(self, numerics: Numerics) -> Numerics:
         if self.rows is not None:

@@ -20,7 +20,7 @@ from tim_jax.common import inputs
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.types import Names, Prompts, Rollout
 from tim_jax.mismatch import arithmetic, transfer
-from tim_jax.mismatch.arithmetic import TileSizes
+from tim_jax.mismatch.arithmetic import Compute, NativeKernels
 from tim_jax.mismatch.base import Entry
 from tim_jax.mismatch.transfer import (
     DroppedEnd,
@@ -49,8 +49,12 @@ class Mismatch:
 
     @property
     def drawing(self) -> "Mismatch":
-        """The entries that change the sampler's program, and not only its weights or its report."""
-        return Mismatch(tuple(entry for entry in self.active if entry.draws))
+        """The entries that change the sampler's program, and not only its weights or its report.
+
+        With one that edits weights too are all that do, as the order of these edits counts.
+        """
+        edits = self.edits if any(entry.draws for entry in self.edits) else ()
+        return Mismatch(tuple(entry for entry in self.active if entry.draws or entry in edits))
 
     @property
     def stale_updates(self) -> int:
@@ -86,8 +90,8 @@ class Mismatch:
         return tuple(e for e in self.active if type(e).weights is not Entry.weights)
 
     def numerics(self, numerics: Numerics) -> Numerics:
-        """The sampler's numerics."""
-        for entry in self.active:
+        """The sampler's numerics, whatever the order of the entries."""
+        for entry in sorted(self.active, key=_turn):
             numerics = entry.numerics(numerics)
         return numerics
 
@@ -101,6 +105,15 @@ class Mismatch:
 EXACT = Mismatch()
 
 
+def _turn(entry: Entry) -> int:
+    """When an entry has its turn: kernels first, which may take what the learner's cannot.
+
+    Another dtype comes last, as it ends what was measured but not the tiles of another entry. So do
+    masks, which are made of what the trainer has received.
+    """
+    return isinstance(entry, Compute | PadMask) - isinstance(entry, NativeKernels)
+
+
 def check(mismatch: Mismatch, execution: Execution) -> None:
     """Raises InputError for an entry that this learner's sampler cannot have, or two that clash.
 
@@ -109,14 +122,13 @@ def check(mismatch: Mismatch, execution: Execution) -> None:
     """
     names, setters = set(), {}
     reporter, numerics = None, execution.numerics
-    for entry in mismatch.entries:
+    for entry in sorted(mismatch.entries, key=_turn):
         mark = entry.name, getattr(entry, "seed", None) if entry.repeatable else None
         if mark in names:
             same = " with one seed, and would be the same noise; give each a seed of its own"
             how = same if entry.repeatable else "; give it once"
             raise entry.refuse(f"stands there twice{how}")
         names.add(mark)
-        entry.check(replace(execution, numerics=numerics))
         with entry.named():
             edited = entry.numerics(numerics)
         for field in difference(numerics, edited):
@@ -127,12 +139,15 @@ def check(mismatch: Mismatch, execution: Execution) -> None:
         if entry.reports and reporter is not None:
             raise entry.refuse(f"contradicts {reporter!r}: both decide what is reported")
         reporter = entry.name if entry.reports else reporter
+    # By what the sampler has in the end. Of two that clash, the later one is named.
+    for entry in reversed(mismatch.entries):
+        entry.check(replace(execution, numerics=numerics))
     _check_together(mismatch, numerics)
     # With the kernels that the sampler has in the end, which may lack a dtype.
+    kernels = Mismatch(tuple(e for e in mismatch.active if isinstance(e, NativeKernels)))
     for entry in mismatch.active:
         with entry.named():
-            own = replace(execution.numerics, family=numerics.family)
-            fitting.check_dtypes(entry.numerics(own))
+            fitting.check_dtypes(entry.numerics(kernels.numerics(execution.numerics)))
 
 
 def without_replaced_ends(
@@ -158,13 +173,6 @@ def _check_together(mismatch: Mismatch, numerics: Numerics) -> None:
         for entry in mismatch.entries:
             if entry.name in ("tile_sizes", "sum_order"):
                 raise entry.refuse(f"contradicts {numerics.family!r} kernels, which choose it")
-    if numerics.attention != "family":
-        for entry in mismatch.entries:
-            if isinstance(entry, TileSizes) and entry.attention_rows is not None:
-                raise entry.refuse(
-                    f"attention_rows = {entry.attention_rows} contradicts the attention kernel,"
-                    " which has row tiles of its own; leave it out"
-                )
     aged = _aged(mismatch)
     if len(aged) > 1:
         raise aged[1].refuse(f"contradicts {aged[0].name!r}: both say how old the weights are")
@@ -265,7 +273,7 @@ def report(
 ) -> Rollout:
     """The last step: the rollout as it is reported to the learner."""
     names = Names.of(prompts, key, samples).of_parts(rollout.parts, samples)
-    for entry in mismatch.active:
+    for entry in sorted(mismatch.active, key=_turn):
         rollout = entry.rollout(rollout, names)
     return rollout
 

@@ -409,17 +409,31 @@ def _silent(rewards: np.ndarray, group: int) -> np.ndarray:
 def _without_signal(drawn: Drawn, programs: Programs) -> float:
     """1.0 if no reward differs from those that it is compared with, so that none says anything.
 
-    Rewards that are shaped differ where those of the task do not, unless equal ones are left out.
+    Rewards that are shaped, and those of turns if each has its own, may differ where those of the
+    task do not, unless groups of equal ones are left out.
     """
     learning = programs.training.learning
     objective, group = learning.objective, learning.samples
-    if objective.shapes_rewards and not objective.drop_uninformative:
-        return 0.0
+    rewards = drawn.rewards
+    if not objective.drop_uninformative:
+        if objective.shapes_rewards:
+            return 0.0
+        if learning.credit == "turn" and drawn.turn_rewards is not None:
+            rewards, group = _bounds(drawn.turn_rewards, drawn.rollout), 2 * group
     if objective.estimator in advantages.GROUP_BASELINES:
-        return float(_silent(drawn.rewards, group).all())
+        return float(_silent(rewards, group).all())
     if drawn.greedy_rewards is not None:
-        return float(np.all(drawn.rewards.reshape(-1, group) == drawn.greedy_rewards[:, None]))
-    return float(len({*drawn.rewards}) == 1)
+        return float(np.all(rewards.reshape(-1, group) == drawn.greedy_rewards[:, None]))
+    return float(len({*rewards.tolist()}) == 1)
+
+
+def _bounds(turn_rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
+    """f64[2 B], the least and the most that follows a token of each of B episodes."""
+    own = turn_rewards.astype(np.float64), jax.device_get(rollout.mask)
+    of_turns, seen = (x.reshape(-1, rollout.parts * x.shape[1]) for x in own)
+    returns = np.cumsum(of_turns[:, ::-1], axis=1)[:, ::-1]
+    returns = np.where(seen, returns, returns[:, :1])
+    return np.stack([returns.min(axis=1), returns.max(axis=1)], axis=1).ravel()
 
 
 def _refilled(drawn: Drawn, more: Drawn, *, programs: Programs) -> Drawn:

@@ -173,11 +173,11 @@ def make_numerics(
     cut = (both.order.split_k, both.order.ranks) != (1, 1)
     if batch is None or cut:
         return both
-    options = {"batch": batch, "longest": length, "file": measured}
-    if both.compute_dtype != fixed.compute_dtype:  # what is measured is of one dtype
-        return fitting.calibrate_once(model, both, **options)
+    # What is measured is of one dtype.
+    own = both if both.compute_dtype != fixed.compute_dtype else fixed
+    found = fitting.calibrate_once(model, own, batch=batch, longest=length, file=measured)
     # In the order of a divergent sampler, so that the entries decide where both say something.
-    return shared.numerics(fitting.calibrate_once(model, fixed, **options))
+    return shared.numerics(found)
 
 
 def with_several_tiles(numerics: Numerics) -> Numerics:

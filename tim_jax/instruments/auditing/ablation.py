@@ -141,7 +141,7 @@ def ablate(
                 execution, samples=samples, mismatch=drawing
             )
         # The program edits weights and reports by its own entries.
-        rest = Mismatch(tuple(e for e in arm.mismatch.active if not e.draws))
+        rest = Mismatch(tuple(e for e in arm.mismatch.active if e not in drawing.entries))
         rollout = samplers[drawing](jax.jit(rest.weights)(source), prompts, key)
         report = partial(dial.report, mismatch=rest, samples=samples)
         rollout = jax.jit(report)(rollout, prompts, key)
