@@ -269,7 +269,8 @@ def test_a_sum_is_one_program_by_itself_and_none_within_another(function):
     assert compiled == {function.__name__: 1}
     # What XLA is given: the newest JAX writes operations out when it lowers, not when it traces.
     within, written_out = (
-        jax.jit(lambda x, f=f: f(x)).lower(values).as_text() for f in (function, function.__wrapped__)
+        jax.jit(lambda x, f=f: f(x)).lower(values).as_text()
+        for f in (function, function.__wrapped__)
     )
     assert within == written_out
     assert tiny.bits(alone) == tiny.bits(jax.jit(lambda x: function(x))(values))
