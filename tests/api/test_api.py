@@ -375,6 +375,7 @@ def test_chat_messages_go_through_the_template(tmp_path):
     ("prompts", "changes", "message"),
     [
         ("What?", {}, "must be a list of prompts, got 'What?'; one prompt is [prompt]"),
+        ({"prompt": ["a"]}, {}, "a column of a table is [*table[name]]"),
         ([], {}, "prompts is empty"),
         ([7], {}, "prompt 0 must be text or a list of chat messages, no token ids, got 7"),
         (
@@ -720,6 +721,12 @@ def of_one(prompt, completion, answer):
     return float(completion.endswith(answer))
 
 
+class Frame(list):
+    """Iterates over its columns' names, as a DataFrame."""
+
+    columns = ("prompt", "answer")
+
+
 def unlisted(prompt, completion, answer):
     return 1.0
 
@@ -735,6 +742,8 @@ def in_time(prompts, completions, answers):
 @pytest.mark.parametrize(
     ("data", "changes", "message"),
     [
+        ({"prompt": ["a"], "answer": ["b"]}, {}, 'zip(table["prompt"], table["answer"]) gives'),
+        (Frame(["prompt", "answer"]), {}, "must be rows, got a table of columns (Frame)"),
         ([], {}, "prompts_and_answers is empty"),
         (iter(()), {}, "a generator that was read before has nothing left"),
         ("text", {}, "must be a list of (prompt, answer)"),

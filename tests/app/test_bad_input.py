@@ -64,6 +64,10 @@ def closes(prompts, completions, answers):
     os.closerange(0, 256)
     return [1.0 for c in completions]
 
+def closes_and_hangs(prompts, completions, answers):
+    os.closerange(0, 256)
+    time.sleep(600)
+
 def closes_all_but_output(prompts, completions, answers):
     os.closerange(3, 256)
     return [1.0 for c in completions]
@@ -235,6 +239,7 @@ ENDED = {
     " 2 completions, the first for prompt 'p'",
     "is_killed": "bad_rewards:is_killed: a call was killed by signal 9",
     "closes": "bad_rewards:closes: a call ended its process",
+    "closes_and_hangs": "bad_rewards:closes_and_hangs: a call closed its files and went on",
     "generator_exit": "bad_rewards:generator_exit raised GeneratorExit",
     "interrupts": "bad_rewards:interrupts raised KeyboardInterrupt",
     "endless": "bad_rewards:endless returned more than 2 rewards for 2 completions",
@@ -524,7 +529,8 @@ def test_none_leaves_a_key_out(tmp_path):
     assert config.task.kind == "dataset"
     assert config.task.subset is None
     assert (config.run.keep, config.run.wandb_project) == (2, "tim-jax")
-    assert toml.load(path, ["run.wandb_project='none'"]).run.wandb_project == "none"
+    project = toml.load(path, ["run.wandb_project='none'", "run.sinks=[]"]).run.wandb_project
+    assert project == "none"
 
 
 def test_none_makes_no_section(tmp_path):

@@ -171,10 +171,10 @@ def request(
     if slots is not None:
         slots = check_whole("sample: slots", slots, least=1)
     model.execution(sampling)  # which refuses a distribution that the model cannot have
-    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable) or has_columns(prompts):
         raise InputError(
             f"sample: prompts must be a list of prompts, got {shown(prompts)}; one prompt is"
-            " [prompt]"
+            " [prompt], and a column of a table is [*table[name]]"
         )
     asked = [Example(as_prompt(x, f"sample: prompt {i}"), "") for i, x in enumerate(prompts)]
     if not asked:
@@ -213,6 +213,11 @@ def draw(model: Model, asked: Request) -> Rollout:
         arrays=found,
         sampling=execution.sampling,
     )
+
+
+def has_columns(value: Any) -> bool:
+    """Whether it is a table, such as a DataFrame or a dict, which iterates over its columns."""
+    return isinstance(value, Mapping) or hasattr(value, "columns")
 
 
 def as_prompt(prompt: Any, where: str) -> str | tuple[Message, ...]:

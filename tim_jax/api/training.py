@@ -12,7 +12,7 @@ import optax
 
 from tim_jax import corrections, placement
 from tim_jax.api.model import Model, check_jax, check_model
-from tim_jax.api.rollouts import as_prompt, text_of
+from tim_jax.api.rollouts import as_prompt, has_columns, text_of
 from tim_jax.app.run import display
 from tim_jax.common import pages, waiting
 from tim_jax.common.errors import InputError, did_you_mean
@@ -293,6 +293,12 @@ def _as_examples(prompts_and_answers: Any) -> tuple[Example, ...]:
         raise InputError(
             "grpo: prompts_and_answers must be a list of (prompt, answer) or another iterable of"
             f" them, got {shown(prompts_and_answers)}"
+        )
+    if has_columns(prompts_and_answers):
+        raise InputError(
+            "grpo: prompts_and_answers must be rows, got a table of columns"
+            f' ({type(prompts_and_answers).__name__}); zip(table["prompt"], table["answer"]) gives'
+            " its rows"
         )
     rows = tuple(_example(row, f"grpo: row {i}") for i, row in enumerate(prompts_and_answers))
     if not rows:

@@ -314,9 +314,11 @@ def _ended(worker: "_Worker") -> Outcome:
     """Ends a worker that gave no answer, and says what it did."""
     (_, stack), late = worker.notes(), worker.late
     code = worker.end(END_SECONDS if worker.quiet else CLOSE_SECONDS)
-    if stack or (late or code == -signal.SIGPROF if worker.quiet else worker.forced):
+    if stack or late or (worker.quiet and code == -signal.SIGPROF):
         return Outcome(None, TIMEOUT, stack)
-    if code < 0 and not worker.forced:
+    if worker.forced:  # it hangs, but nothing can be heard of it
+        return Outcome(None, ERROR, "closed its files and went on, or wrote into them")
+    if code < 0:
         return Outcome(None, ERROR, f"was killed by signal {-code}")
     return Outcome(None, ERROR, f"ended its process (exit status {code}) or closed its files")
 

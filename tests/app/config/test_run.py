@@ -292,6 +292,23 @@ REFUSED = [
     ),
     ("task={kind='dataset', path='x', seed=-1}", "task.seed = -1: must be at least 0"),
     ("sampling.stop_tokens=[-1]", "sampling.stop_tokens[0] = -1: must be 0 or more"),
+    # keys that nothing would read
+    (
+        "task={kind='builtin', history='keep'}",
+        'task.history = "keep": is for episodes of several turns; set sampling.max_turns too',
+    ),
+    (
+        "task={kind='builtin', environment_workers=2}",
+        "task.environment_workers = 2: is for task.environment; set that too",
+    ),
+    (
+        "run={sinks=['tensorboard'], wandb_project='x'}",
+        'run.wandb_project = "x": is for a logger that is not used; set run.sinks = ["wandb"] too',
+    ),
+    (
+        "run.mlflow_uri=x",
+        'run.mlflow_uri = "x": is for a logger that is not used; set run.sinks = ["mlflow"] too',
+    ),
     # rules between keys
     (
         "sampling.samples=1",

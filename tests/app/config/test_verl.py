@@ -698,7 +698,13 @@ def test_the_command_prints_toml_that_loads(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [", "not YAML"), ("[1, 2]", "must be a mapping"), ("x: {}", "has none of the sections")],
+    [
+        ("a: [", "not YAML"),
+        ("[1, 2]", "must be a mapping"),
+        ("x: {}", "has none of the sections"),
+        ("algorithm: {x: 1}\nactor: {}\nalgorithm: {x: 2}", "'algorithm' stands there twice"),
+        ("algorithm: {x: 1, y: 2, x: 3}", "'x' stands there twice; leave one out.* column 25"),
+    ],
 )
 def test_files_that_are_none_are_one_line(tmp_path, text, message):
     file = tmp_path / "verl.yaml"

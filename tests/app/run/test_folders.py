@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,16 +96,33 @@ def train(folder, *, stop, every=2, keep=2, pause=0.0, opened=lambda: None):
     return state
 
 
-def test_a_run_that_recorded_an_unread_schedule_goes_on(tmp_path):
-    """Older versions took its end beside a constant rate, and ignored it."""
-    text = toml.dump(toml.load(None))
-    before = text.replace("final_share = 0.0", "final_share = 0.1\ntotal_steps = 100")
-    assert before != text
+def test_a_run_that_recorded_unread_keys_goes_on(tmp_path):
+    """Older versions took the end of a constant rate, and an environment's, and ignored them."""
+    text = before = toml.dump(toml.load(None))
+    for now, then in {
+        "final_share = 0.0": "final_share = 0.1\ntotal_steps = 100",
+        'history = "refuse"': 'history = "keep"',
+        "environment_workers = 4": "environment_workers = 2",
+    }.items():
+        assert now in before
+        before = before.replace(now, then)
     (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
     (tmp_path / "run" / "config.toml").write_text(before)
     with folders.open_run(tmp_path / "run", text) as run:
         assert run.changed == ()
     assert toml.load(tmp_path / "run").optimizer.final_share == 0.0
+
+
+@pytest.mark.parametrize("before", ["new", "there", "begun"])
+def test_only_a_run_that_is_refused_before_its_first_line_leaves_no_folder(tmp_path, before):
+    folder = tmp_path / "run"
+    if before == "there":
+        folder.mkdir()
+    with suppress(InputError), folders.open_run(folder, CONFIG) as run:
+        if before == "begun":
+            run.metrics.write(0, {})
+        raise InputError("no model")
+    assert folder.exists() == (before != "new")
 
 
 def test_a_run_and_its_resumption_are_the_same_bits(tmp_path):

@@ -430,9 +430,10 @@ def test_episodes_of_several_turns_keep_their_weights_laid_apart():
 
 
 def test_a_plan_of_several_turns_is_refused_with_what_can_be_planned():
-    config = toml.load("configs/turns.toml", [])
+    given = ["task.history=cut", "task.environment=x.py:y", "task.environment_workers=2"]
+    config = toml.load("configs/turns.toml", given)
     with pytest.raises(InputError, match="max_turns = 4: the programs of several turns") as error:
         planning.plan_run(config, "h100:1")
     changes = f"{error.value}".partition("same update: ")[2].split(" ")
-    changed = toml.load("configs/turns.toml", changes)
+    changed = toml.load("configs/turns.toml", [*given, *changes])
     assert (changed.sampling.max_turns, changed.sampling.longest) == (None, config.sampling.longest)

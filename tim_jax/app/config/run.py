@@ -36,6 +36,7 @@ from tim_jax.app.config.sections import (
     part,
     refusal,
 )
+from tim_jax.common import inputs
 from tim_jax.common.errors import InputError
 from tim_jax.model.adapters import Lora
 from tim_jax.objectives import Objective
@@ -376,6 +377,12 @@ class RunConfig(Section):
         if self.task.environment is not None and self.sampling.max_turns is None:
             rule = "is for episodes of several turns; set sampling.max_turns too"
             raise self._refusal("task.environment", rule)
+        idle = [name for name in inputs.changed(self.task) if name.startswith("environment_")]
+        if self.task.environment is None and idle:
+            raise self._refusal(f"task.{idle[0]}", "is for task.environment; set that too")
+        if self.sampling.max_turns is None and self.task.history != "refuse":
+            rule = "is for episodes of several turns; set sampling.max_turns too"
+            raise self._refusal("task.history", rule)
         if self.task.environment is not None and self.task.reward is not None:
             rule = "must be left out: task.environment gives rewards"
             raise self._refusal("task.reward", rule)

@@ -444,6 +444,14 @@ class Evaluation(Section):
         return self
 
 
+# Settings of loggers, and the sinks that read them.
+_OF_SINKS = {
+    "wandb_project": ("wandb", "mlflow"),
+    "wandb_mode": ("wandb",),
+    "mlflow_uri": ("mlflow",),
+}
+
+
 def _folder(text: str) -> str:
     try:
         return str(inputs.expanded(text)) if text else text
@@ -473,3 +481,14 @@ class RunSection(Section):
     """Completions per step written to samples.jsonl."""
     export: bool = True
     """Write the final model to the run folder, as `transformers` loads it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if "sinks" in self.model_fields_set and not self.sinks:
+            return self  # loggers are off, by the user's own word
+        for name, readers in _OF_SINKS.items():
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default and not {*readers} & {*self.sinks}:
+                rule = f'is for a logger that is not used; set run.sinks = ["{readers[0]}"] too'
+                raise refusal(name, value, rule)
+        return self

@@ -88,16 +88,23 @@ def _of_run(path: str | Path) -> dict[str, Any]:
 
 
 def drop_unread(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a run's config without what older versions took beside a constant rate, and ignored.
+    """Returns a run's config without keys that older versions took and ignored.
 
-    A config of today that has these keys is refused.
+    They are those of a schedule beside a constant rate, of an environment without one, and of
+    episodes without turns. A config of today that has them is refused.
     """
     optimizer = dict(saved.get("optimizer", {}))
     if optimizer.get("schedule", "constant") == "constant":
         optimizer.pop("total_steps", None)
         if "final_share" in optimizer:
             optimizer["final_share"] = 0.0
-    return {**saved, **({"optimizer": optimizer} if "optimizer" in saved else {})}
+    one_turn = "max_turns" not in saved.get("sampling", {})
+    unread = ("history",) if one_turn else ()
+    task = {key: value for key, value in saved.get("task", {}).items() if key not in unread}
+    if "environment" not in task:
+        task = {key: value for key, value in task.items() if not key.startswith("environment_")}
+    new = {"optimizer": optimizer, "task": task}
+    return {**saved, **{name: section for name, section in new.items() if name in saved}}
 
 
 def build(

@@ -60,15 +60,28 @@ _DETAILS = {
 }
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which YAML would take the last without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node, seen = super().compose_mapping_node(anchor), set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen:
+                problem = f"{key.value!r} stands there twice; leave one out"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add((key.tag, key.value))
+        return node
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Returns the nested dict of a YAML file.
 
     Raises:
-      InputError: it cannot be read, or is no YAML mapping.
+      InputError: it cannot be read, is no YAML mapping, or has a key twice.
     """
     path = inputs.expanded(path)
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -21,9 +21,8 @@ from tim_jax import objectives, placement
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.run import assembly, checkpoints, sources
 from tim_jax.app.run.sources import Model
-from tim_jax.common import waiting
+from tim_jax.common import inputs, waiting
 from tim_jax.common.errors import InputError, OutOfMemoryError
-from tim_jax.common.inputs import expanded
 from tim_jax.instruments.plan import budget, planning, topology
 from tim_jax.instruments.plan.planning import Layers, Plan, Say
 from tim_jax.instruments.plan.workload import PUBLISHED, Workload
@@ -76,11 +75,15 @@ def plan_run(
             f"--mean-tokens {mean_tokens}: must be from 1 to sampling.max_tokens, which is {limit}"
         )
     if config.sampling.max_turns is not None:
+        given = inputs.changed(config.task)
+        without = (
+            f"task.{key}=none" for key in given if key.startswith(("environment", "history"))
+        )
         raise InputError(
             f"plan: sampling.max_turns = {config.sampling.max_turns}: the programs of several turns"
             " are not planned; a single turn of an episode's length has as large a cache and the"
             " same update: sampling.max_turns=none sampling.max_episode_tokens=none"
-            f" task.environment=none sampling.max_tokens={config.sampling.longest}"
+            f" {' '.join([*without, f'sampling.max_tokens={config.sampling.longest}'])}"
         )
     generation, _ = topology.check(slice_name)
     topology.check_devices(slice_name, config.placement.all_devices)
@@ -144,7 +147,7 @@ def model_config(config: RunConfig, architecture: Path | None = None) -> ModelCo
         return sources.random_config(random)
     path = config.model.path
     assert path is not None  # the section has exactly one source
-    if expanded(path).exists():
+    if inputs.expanded(path).exists():
         return hf.load_config(path)
     if path in PUBLISHED:
         return from_hf(PUBLISHED[path], where=path)

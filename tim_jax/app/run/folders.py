@@ -18,6 +18,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import socket
 import time
 import tomllib
@@ -109,12 +110,14 @@ class Run:
         resumed: bool,
         changed: Sequence["Difference"] = (),
         config: str = "",
+        new: bool = False,
     ):
         self.folder = folder.absolute()  # code of the user's may change the current one
         self._given = folder  # as messages name it
         self.resumed = resumed
         self.changed = tuple(changed)
         self._config = config
+        self._new = new  # the folder was not there before
         self._lock = lock
         kept = self.folder / "checkpoints"
         self._checkpoints = Checkpoints(kept, keep=keep, owner=lock is not None)
@@ -198,12 +201,15 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        refused = self._new and isinstance(error, InputError) and not self.metrics.size()
         try:
             self.close()
         except InputError:
             # A full disk fails again here; the first error is the one to show.
             if error is None:
                 raise
+        if refused:  # before the first line: a run that has done nothing leaves nothing
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _open_lines(self, sizes: Mapping[str, int]) -> None:
         for name in LINE_FILES:
@@ -295,6 +301,7 @@ def _appears(path: Path) -> bool:
 
 
 def _locked(folder: Path, config: str, may_change: tuple[str, ...], *, keep: int) -> Run:
+    new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_links(folder)
@@ -304,7 +311,8 @@ def _locked(folder: Path, config: str, may_change: tuple[str, ...], *, keep: int
         raise InputError(f"cannot use the run folder {folder}: {error.strerror}") from error
     try:
         resumed, changed = _claim(folder, config, may_change)
-        return Run(folder, lock=lock, keep=keep, resumed=resumed, changed=changed, config=config)
+        how: Any = {"resumed": resumed, "changed": changed, "config": config, "new": new}
+        return Run(folder, lock=lock, keep=keep, **how)
     except BaseException:
         lock.release()
         raise
