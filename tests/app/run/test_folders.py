@@ -113,14 +113,16 @@ def test_a_run_that_recorded_unread_keys_goes_on(tmp_path):
     assert toml.load(tmp_path / "run").optimizer.final_share == 0.0
 
 
-@pytest.mark.parametrize("before", ["new", "there", "begun"])
-def test_only_a_run_that_is_refused_before_its_first_line_leaves_no_folder(tmp_path, before):
+@pytest.mark.parametrize("before", ["new", "there", "begun", "saved"])
+def test_only_a_run_that_is_refused_with_nothing_done_leaves_no_folder(tmp_path, before):
     folder = tmp_path / "run"
     if before == "there":
         folder.mkdir()
     with suppress(InputError), folders.open_run(folder, CONFIG) as run:
         if before == "begun":
             run.metrics.write(0, {})
+        if before == "saved":
+            run.save(0, {"params": {"x": np.ones(2)}})
         raise InputError("no model")
     assert folder.exists() == (before != "new")
 

@@ -178,6 +178,7 @@ class Run:
                 f"write the metrics of step {step} before its checkpoint; the last line is of step"
                 f" {self.metrics.last_step}"
             )
+        self._new = False  # it has something to keep, such as a model after its warm start
         for name in LINE_FILES:
             self._line_file(name).sync()
         sizes = {name: self._line_file(name).size() for name in LINE_FILES}
