@@ -208,7 +208,7 @@ def _applied(
     check_shape("log_ratio", arrays["log_ratio"].shape, arrays["mask"].shape)
     arrays["mask"] = arrays["mask"].astype(bool)
     start = arrays["mask"].astype(arithmetic_dtype(*arrays.values()))
-    first = correction.init(start)
+    first: Any = correction.init(start)
     state = first if state is None else state
     if len(state) != len(correction.blocks):
         raise InputError(
