@@ -508,19 +508,6 @@ def test_rewards_are_given_for_the_text_without_what_replaces_its_end():
         np.testing.assert_array_equal(said.lengths, expected)
 
 
-def test_a_pad_mask_sees_what_replaced_an_end_in_either_order():
-    """It is the trainer's: an end token that the engine has replaced is no pad token to it."""
-    before = recorded()
-    last = jnp.arange(before.responses.shape[1])[None, :] == (before.lengths - 1)[:, None]
-    before = replace(before, responses=jnp.where(last & before.finished[:, None], 1, 9))
-    tables = [{"name": "pad_mask", "pad": 1}, {"name": "dropped_end", "replacement": 7}]
-    prompts, key = tiny.prompts(), jax.random.key(0)
-    for order in (tables, tables[::-1]):
-        after = dial.report(before, prompts, key, mismatch=dials.dial(*order), samples=2)
-        assert np.asarray(after.responses == 7).sum() == 3
-        assert not np.asarray(after.hidden).any()
-
-
 def test_more_ends_are_lost_at_a_higher_share():
     rollout = recorded(rows=400)
     entries = [dials.entry("dropped_end", share=share) for share in (0.0, 0.25, 0.75, 1.0)]

@@ -106,12 +106,11 @@ EXACT = Mismatch()
 
 
 def _turn(entry: Entry) -> int:
-    """When an entry has its turn: kernels first, which may take what the learner's cannot.
+    """When an entry edits the numerics: kernels first, which may take what the learner's cannot.
 
-    Another dtype comes last, as it ends what was measured but not the tiles of another entry. So do
-    masks, which are made of what the trainer has received.
+    Another dtype comes last, as it ends what was measured but not the tiles of another entry.
     """
-    return isinstance(entry, Compute | PadMask) - isinstance(entry, NativeKernels)
+    return isinstance(entry, Compute) - isinstance(entry, NativeKernels)
 
 
 def check(mismatch: Mismatch, execution: Execution) -> None:
@@ -273,7 +272,7 @@ def report(
 ) -> Rollout:
     """The last step: the rollout as it is reported to the learner."""
     names = Names.of(prompts, key, samples).of_parts(rollout.parts, samples)
-    for entry in sorted(mismatch.active, key=_turn):
+    for entry in mismatch.active:
         rollout = entry.rollout(rollout, names)
     return rollout
 
