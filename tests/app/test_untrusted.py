@@ -351,6 +351,7 @@ def test_a_key_of_the_environment_is_in_no_message_and_no_file(monkeypatch):
         loggers.Wandb(run.folder, project="p", name="n", config=job.config.model_dump())
 
     monkeypatch.setattr("tim_jax.app.jobs.train.begun", begun)
+    Path("made").mkdir()  # a folder that was there stays, with what was written
     outcome = fuzzing.run(["train", "good.toml", "run.folder=made", "run.sinks=['wandb']"])
     fuzzing.check(outcome)
     assert "Weights & Biases did not start: user $WANDB_API_KEY is not logged in" in outcome.err
