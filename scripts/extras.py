@@ -55,7 +55,8 @@ def tensorboard(folder: Path) -> None:
 
 
 def wandb(folder: Path) -> None:
-    assert list(_logged(folder, "wandb").glob("wandb/offline-run-*/run-*.wandb"))
+    mode = "run.wandb_mode='offline'"
+    assert list(_logged(folder, "wandb", mode).glob("wandb/offline-run-*/run-*.wandb"))
 
 
 def mlflow(folder: Path) -> None:
@@ -71,7 +72,7 @@ def _logged(folder: Path, sink: str, *changes: str) -> Path:
     """A folder in which a run's sink has written two steps."""
     where = folder / sink
     where.mkdir()
-    config = toml.load(CONFIG, [f"run.sinks=['{sink}']", "run.wandb_mode='offline'", *changes])
+    config = toml.load(CONFIG, [f"run.sinks=['{sink}']", *changes])
     sinks = extra_sinks(config, where, -1)
     for step in (1, 2):
         sinks.write(step, {"reward": 0.5 * step})
