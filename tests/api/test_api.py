@@ -377,11 +377,11 @@ def test_chat_messages_go_through_the_template(tmp_path):
         ("What?", {}, "must be a list of prompts, got 'What?'; one prompt is [prompt]"),
         ({"prompt": ["a"]}, {}, "a column of a table is [*table[name]]"),
         ([], {}, "prompts is empty"),
-        ([7], {}, "prompt 0 must be text or a list of chat messages, no token ids, got 7"),
+        ([7], {}, "prompt 0 must be text or a list of chat messages, not token ids, got 7"),
         (
             [[3, 4]],
             {},
-            "prompt 0 must be text or a list of chat messages, no token ids, got [3, 4]",
+            "prompt 0 must be text or a list of chat messages, not token ids, got [3, 4]",
         ),
         (["a", {"role": "user", "content": "b"}], {}, "prompt 1 must be text or a list"),
         ([[{"role": "user"}]], {}, "a message needs a role and a content of text, got"),
@@ -755,7 +755,7 @@ def in_time(prompts, completions, answers):
         (
             [(7, 1)],
             {},
-            "row 0: prompt must be text or a list of chat messages, no token ids, got 7",
+            "row 0: prompt must be text or a list of chat messages, not token ids, got 7",
         ),
         ([("a" * 30, 1)], {}, "prompt 0 has 30 tokens, at most 26 are allowed"),
         (PAIRS, {"reward": 1.0}, "reward must be a function"),

@@ -231,7 +231,7 @@ def as_prompt(prompt: Any, where: str) -> str | tuple[Message, ...]:
     if isinstance(prompt, Sequence) and prompt and not isinstance(prompt[0], Integral):
         return tuple(message_of(message, where) for message in prompt)
     raise InputError(
-        f"{where} must be text or a list of chat messages, no token ids, got {shown(prompt)}"
+        f"{where} must be text or a list of chat messages, not token ids, got {shown(prompt)}"
     )
 
 
