@@ -182,6 +182,8 @@ WRONG_PROMPTS = {"prompt": "1" * 30 + ">", "character": "ab"}
 # What is wrong in a command -> what the line says.
 GENERATE = {
     "top-k": (["--top-k", "23"], "top_k must be at most the vocabulary's 22 tokens"),
+    "top-p": (["--top-p", "0"], "top_p must be in (0, 1]"),
+    "temperature": (["--temperature", "-1"], "temperature must be >= 0"),
     "prompt": ([], "prompt 1 has 31 tokens, at most 24 are allowed"),
     "character": ([], "prompt 1 has characters without a token"),
     "tokens": (["--max-tokens", "40"], "max_tokens = 40 leaves no room for a prompt in the"),
