@@ -1,11 +1,6 @@
-"""Real checkpoints on real data formats, and a run that is killed. Minutes, not seconds."""
+"""Real checkpoints on real data formats. Minutes, not seconds."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +13,6 @@ import transformers
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.run import sources
-from tim_jax.app.run.checkpoints import list_steps
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.model import fitting, hf, transformer
 from tim_jax.model.execution import Execution
@@ -242,89 +236,3 @@ def test_a_checkpoint_of_transformers_learns_gsm8k_and_goes_back(
         scores = tmp_path / "scores.json"
         assert cli.main(["eval", str(config), *CHANGES[name], "--json", str(scores)]) == 0
         assert json.loads(scores.read_text())["reward"] == lines[-1]["eval/reward"]
-
-
-COMMAND = Path(sys.executable).with_name("tim-jax")
-KILLED = """
-steps = 5
-[model.architecture]
-hidden_size = 16
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-head_dim = 8
-intermediate_size = 24
-max_positions = 24
-[sampling]
-samples = 4
-max_prompt_length = 8
-max_tokens = 8
-stop_tokens = [7, 9]
-[learner]
-prompts_per_step = 2
-mini_batches = 2
-[learner.objective]
-preset = "grpo"
-[optimizer]
-learning_rate = 0.01
-[optimizer.length_decay]
-kind = "fixed"
-period = 5
-[task]
-kind = "builtin"
-name = "running_sums"
-parameters = { digits = [1, 3], eval_size = 16 }
-reward = "slow_rewards:by_length"
-[eval]
-every = 0
-[run]
-checkpoint_every = 2
-"""
-
-
-@pytest.mark.skipif(not COMMAND.exists(), reason="the package is not installed")
-def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path):
-    """SIGKILL between two checkpoints; the same command then ends with the same bits."""
-    (tmp_path / "job.toml").write_text(KILLED)
-    (tmp_path / "slow_rewards.py").write_text(
-        "import time\n\n\n"
-        "def by_length(prompts, completions, answers):\n"
-        "    time.sleep(0.5)\n"
-        "    return [len(completion) / 8 for completion in completions]\n"
-    )
-
-    def start(name):
-        return subprocess.Popen(
-            [COMMAND, "train", "job.toml", f"run.folder={name}"],
-            cwd=tmp_path,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def finish(process):
-        output, _ = process.communicate(timeout=500)
-        assert process.returncode == 0, output
-        return output
-
-    finish(start("whole"))
-    process = start("killed")
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    until = time.monotonic() + 500
-    kept = tmp_path / "killed" / "checkpoints"
-    # Step 3 is written, and the checkpoint of step 2 has its seal.
-    while not (2 in list_steps(kept) and metrics.read_bytes().count(b"\n") >= 4):
-        assert time.monotonic() < until
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert not (tmp_path / "killed" / "model").exists()
-    assert "resumed after step 2" in finish(start("killed"))
-    for name in ("metrics.jsonl", "samples.jsonl", "model/model.safetensors", "model/config.json"):
-        whole, killed = tmp_path / "whole" / name, tmp_path / "killed" / name
-        assert killed.read_bytes() == whole.read_bytes(), name
-    assert [line["step"] for line in read_lines(metrics)] == [*range(6)]
-    assert {line.get("exact_share", 1.0) for line in read_lines(metrics)} == {1.0}

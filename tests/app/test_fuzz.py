@@ -41,19 +41,24 @@ ENTRY_NAMES = [*ENTRIES, *corrections.RECIPES, *corrections.BLOCKS, "x"]
 ENTRY_KEYS = ["cap", "floor", "low", "high", "dtype", "std", "by", "updates", "size", "level", "x"]
 ENTRY_LISTS = ["learner.corrections", "sampler.mismatch"]
 TASK_KEYS = ["digits", "eval_size", "train_size", "seed", "length", "numbers", "largest", "x"]
-MANY = {
-    "deadline": None,
-    "database": None,
-    "suppress_health_check": list(HealthCheck),
-}
-FEW = settings(max_examples=12, **MANY)
+FEW = 12
 
 
-def several(count):
-    """This many cases of an exploration; in every other run 36 in 100 of them, always the same."""
+def cases(count):
+    """The numbers of a test's cases: a few, and slowly `count` of an exploration.
+
+    In every other run these are 36 in 100 of them, always the same.
+    """
     assert settings.default is not None
     share = 36 if settings.default.derandomize else 100
-    return settings(max_examples=count * share // 100, **MANY)
+    slow = pytest.param(count * share // 100, marks=pytest.mark.slow)
+    return pytest.mark.parametrize("count", [FEW, slow])
+
+
+def explore(count, case, *strategies):
+    """Tries so many cases of what is drawn."""
+    how = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+    settings(max_examples=count, **how)(given(*strategies)(case))()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -141,27 +146,13 @@ def spoilt(draw, text):
 
 def config_case(data, name):
     Path("bad.toml").write_bytes(data)
-    match name:
-        case "plan":
-            command("plan", "bad.toml", "--topology", "v5e:2x2", "run.folder=made")
-        case _:
-            command(name, "bad.toml", "run.folder=made")
+    options = ["--topology", "v5e:2x2"] if name == "plan" else []
+    command(name, "bad.toml", *options, "run.folder=made")
 
 
-by_config = given(configs(), st.sampled_from(["train", "train", "eval", "plan"]))
-
-
-@FEW
-@by_config
-def test_some_configs(data, name):
-    config_case(data, name)
-
-
-@pytest.mark.slow
-@several(450)
-@by_config
-def test_configs(data, name):
-    config_case(data, name)
+@cases(450)
+def test_configs(count):
+    explore(count, config_case, configs(), st.sampled_from(["train", "train", "eval", "plan"]))
 
 
 # Options and arguments of every command, as they may stand after it.
@@ -238,20 +229,13 @@ def command_lines(draw):
     return line
 
 
-by_command_line = given(command_lines())
-
-
-@FEW
-@by_command_line
-def test_some_command_lines(line):
+def command_case(line):
     command(*line)
 
 
-@pytest.mark.slow
-@several(600)
-@by_command_line
-def test_command_lines(line):
-    command(*line)
+@cases(600)
+def test_command_lines(count):
+    explore(count, command_case, command_lines())
 
 
 # Values as JSON.
@@ -308,20 +292,10 @@ def dataset_case(file, changed):
     command("train", "good.toml", *task, "run.folder=made")
 
 
-by_rows = given(rows(), st.lists(st.tuples(st.sampled_from(DATASET_KEYS), values), max_size=1))
-
-
-@FEW
-@by_rows
-def test_some_datasets(file, changed):
-    dataset_case(file, changed)
-
-
-@pytest.mark.slow
-@several(300)
-@by_rows
-def test_datasets(file, changed):
-    dataset_case(file, changed)
+@cases(300)
+def test_datasets(count):
+    changed = st.lists(st.tuples(st.sampled_from(DATASET_KEYS), values), max_size=1)
+    explore(count, dataset_case, rows(), changed)
 
 
 # File of a model folder -> keys that are drawn besides those that it has.
@@ -377,20 +351,10 @@ def model_case(file, name):
         shutil.rmtree("spoilt", ignore_errors=True)
 
 
-by_model = given(model_files(), st.sampled_from([*MODEL_COMMANDS, "generate", "generate"]))
-
-
-@FEW
-@by_model
-def test_some_models(file, name):
-    model_case(file, name)
-
-
-@pytest.mark.slow
-@several(300)
-@by_model
-def test_models(file, name):
-    model_case(file, name)
+@cases(300)
+def test_models(count):
+    names = st.sampled_from([*MODEL_COMMANDS, "generate", "generate"])
+    explore(count, model_case, model_files(), names)
 
 
 @st.composite
@@ -461,20 +425,9 @@ def study_case(data):
     command("study", "bad.toml")
 
 
-by_study = given(studies())
-
-
-@FEW
-@by_study
-def test_some_studies(data):
-    study_case(data)
-
-
-@pytest.mark.slow
-@several(120)
-@by_study
-def test_studies(data):
-    study_case(data)
+@cases(120)
+def test_studies(count):
+    explore(count, study_case, studies())
 
 
 RUN_OF_A_STUDY = "study/runs/fp8+tis/seed-1"
@@ -504,20 +457,9 @@ def report_case(file):
     command("report", own, *([RUN_OF_A_STUDY] * (own == "study")), "--out", "page.html")
 
 
-by_report = given(reported())
-
-
-@FEW
-@by_report
-def test_some_reports(file):
-    report_case(file)
-
-
-@pytest.mark.slow
-@several(90)
-@by_report
-def test_reports(file):
-    report_case(file)
+@cases(90)
+def test_reports(count):
+    explore(count, report_case, reported())
 
 
 TOKENS = [{"token": f"token_id:{t}", "logprob": x} for t, x in ((6, -1.5), (7, -0.5))]
@@ -565,22 +507,10 @@ def rollouts_case(file, options):
     command("diagnose", "model", name, *options)
 
 
-by_rollouts = given(
-    rollouts(), st.sampled_from([[], [], ["--skip-bad"], ["--format", "plain"], ["--top-k", "2"]])
-)
-
-
-@FEW
-@by_rollouts
-def test_some_rollouts(file, options):
-    rollouts_case(file, options)
-
-
-@pytest.mark.slow
-@several(140)
-@by_rollouts
-def test_rollouts(file, options):
-    rollouts_case(file, options)
+@cases(140)
+def test_rollouts(count):
+    options = [[], [], ["--skip-bad"], ["--format", "plain"], ["--top-k", "2"]]
+    explore(count, rollouts_case, rollouts(), st.sampled_from(options))
 
 
 @pytest.mark.parametrize(
