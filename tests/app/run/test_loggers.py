@@ -199,12 +199,14 @@ def _records(file):
         at += 16 + length
 
 
-def _fake_wandb(calls, error=None):
-    """W&B, as far as a sink calls it: without `commit`, the values of a step are not sent yet."""
-    module: Any = types.ModuleType("wandb")
+@pytest.fixture
+def wandb(monkeypatch):
+    """W&B, as far as a sink calls it, and `calls`, what it was told.
 
-    class Error(Exception):
-        pass
+    Without `commit`, the values of a step are not sent yet.
+    """
+    module: Any = types.ModuleType("wandb")
+    calls = module.calls = []
 
     class Run:
         def log(self, values, step, commit=None):
@@ -218,24 +220,22 @@ def _fake_wandb(calls, error=None):
             calls.append(("finish", exit_code))
 
     def init(**options):
-        if error:
-            raise Error(error)
         calls.append(("init", options))
         return Run()
 
-    module.Error, module.init, module.Run = Error, init, Run
+    module.Error, module.init, module.Run = type("Error", (Exception,), {}), init, Run
     module.teardown = lambda: calls.append(("teardown",))
     module.Settings = lambda **options: options
+    monkeypatch.setitem(sys.modules, "wandb", module)
     return module
 
 
-def test_wandb_resumes_under_the_same_id(tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setitem(sys.modules, "wandb", _fake_wandb(calls))
+def test_wandb_resumes_under_the_same_id(tmp_path, wandb):
     for _ in range(2):
         sink = Wandb(tmp_path, project="p", name="n", config={"seed": 1}, mode="offline")
         sink.write(4, {"reward": np.float32(0.5), "note": "x", "bins": np.ones((3,))})
         sink.close()
+    calls = wandb.calls
     first, second = (options for kind, *rest in calls if kind == "init" for options in rest)
     assert first["id"] == second["id"] == (tmp_path / "wandb_id").read_text().strip()
     assert first["resume"] == "allow"
@@ -249,65 +249,51 @@ def test_wandb_resumes_under_the_same_id(tmp_path, monkeypatch):
     assert calls[-1] == ("finish", 0)
 
 
-def test_wandb_s_own_variable_counts_unless_the_config_says_another(tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setitem(sys.modules, "wandb", _fake_wandb(calls))
+def test_wandb_s_own_variable_counts_unless_the_config_says_another(tmp_path, wandb):
     for changes in ([], ["run.wandb_mode='online'"]):
         config = toml.load("configs/quickstart.toml", ["run.sinks=['wandb']", *changes])
         extra_sinks(config, tmp_path, -1)
-    modes = [options["mode"] for kind, *rest in calls if kind == "init" for options in rest]
+    modes = [options["mode"] for kind, *rest in wandb.calls if kind == "init" for options in rest]
     assert modes == [None, "online"]  # None: W&B reads WANDB_MODE
 
 
-def test_a_wrong_setting_of_wandb_s_is_one_line(tmp_path, monkeypatch):
+@pytest.mark.parametrize("own", [True, False])
+def test_what_wandb_refuses_is_one_line(tmp_path, wandb, own):
+    """By its own error, or as of WANDB_MODE=no by one of the settings."""
+
     def init(**options):
-        raise ValueError("1 validation error for Settings\nmode")  # as of WANDB_MODE=no
+        raise (wandb.Error if own else ValueError)("no\nAPI key")
 
-    wandb = _fake_wandb([])
-    monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with pytest.raises(InputError, match="did not start: 1 validation error for Settings mode;"):
-        Wandb(tmp_path, project="p", name="n", config={})
-
-
-def test_wandb_refusal_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", _fake_wandb([], error="no\nAPI key"))
+    wandb.init = init
     with pytest.raises(InputError, match="did not start: no API key; log in") as caught:
         Wandb(tmp_path, project="p", name="n", config={})
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_goes_on_without_wandb_s_own_process(tmp_path, monkeypatch, capsys):
+def test_a_run_goes_on_without_wandb_s_own_process(tmp_path, wandb, capsys):
     def lose(*args, **named):
-        calls.append(("lost",))
+        wandb.calls.append(("lost",))
         raise ConnectionResetError("Connection of 0123456789 lost")
 
-    calls = []
-    wandb = _fake_wandb(calls)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
     sink = Wandb(tmp_path, project="p", name="n", config={})
     sink.write(1, {"reward": 0.5})
-    monkeypatch.setattr(wandb.Run, "log", lose)
+    wandb.Run.log = lose
     for step in (2, 3):
         sink.write(step, {"reward": 0.5})
     sink.close()
     # Nothing is asked of it any more, and nothing is left for W&B to do when Python ends.
-    assert calls[-3:] == [("log", 1, {"reward": 0.5}), ("lost",), ("teardown",)]
+    assert wandb.calls[-3:] == [("log", 1, {"reward": 0.5}), ("lost",), ("teardown",)]
     assert capsys.readouterr().err == (
         "tim_jax: Weights & Biases takes no more (ConnectionResetError); the run goes on"
         " without it\n"
     )
 
 
-def test_wandb_s_process_may_end_as_the_run_closes(tmp_path, monkeypatch, capsys):
+def test_wandb_s_process_may_end_as_the_run_closes(tmp_path, wandb, capsys):
     def lose(*args, **named):
         raise RuntimeError("no answer\nfrom wandb-core")
 
-    calls = []
-    wandb = _fake_wandb(calls)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(wandb.Run, "finish", lose)
-    monkeypatch.setattr(wandb, "teardown", lambda: sys.exit(-15))
+    wandb.Run.finish, wandb.teardown = lose, lambda: sys.exit(-15)
     Wandb(tmp_path, project="p", name="n", config={}).close()
     assert "takes no more (RuntimeError);" in capsys.readouterr().err
 
@@ -374,35 +360,24 @@ def test_an_empty_mlflow_id_of_a_full_disk_is_none(tmp_path):
         (KeyboardInterrupt(), "KILLED", 255),
     ],
 )
-def test_loggers_record_how_a_run_ended(tmp_path, monkeypatch, error, status, exit_code):
-    calls = []
-    monkeypatch.setitem(sys.modules, "wandb", _fake_wandb(calls))
+def test_loggers_record_how_a_run_ended(tmp_path, wandb, error, status, exit_code):
     changes = ["run.sinks=['tensorboard', 'wandb', 'mlflow']"]
     config = toml.load("configs/quickstart.toml", changes)
     raised = pytest.raises(type(error)) if error else nullcontext()
     with raised, extra_sinks(config, tmp_path, -1):
         if error:
             raise error
-    assert calls[-1] == ("finish", exit_code)
+    assert wandb.calls[-1] == ("finish", exit_code)
     assert Client.said[-1] == ("set_terminated", ("r1", status), {})
 
 
-@pytest.mark.parametrize(
-    ("package", "extra", "make"),
-    [
-        (
-            "mlflow",
-            "mlflow",
-            lambda folder: MLflow(folder, project="p", name="n", config={}, uri=""),
-        ),
-        ("tensorboardX", "tensorboard", lambda folder: TensorBoard(folder)),
-        ("wandb", "wandb", lambda folder: Wandb(folder, project="p", name="n", config={})),
-    ],
-)
-def test_a_missing_package_names_its_extra(tmp_path, monkeypatch, package, extra, make):
+@pytest.mark.parametrize("extra", ["mlflow", "tensorboard", "wandb"])
+def test_a_missing_package_names_its_extra(tmp_path, monkeypatch, extra):
+    package = {"tensorboard": "tensorboardX"}.get(extra, extra)
     monkeypatch.setitem(sys.modules, package, None)
+    config = toml.load("configs/quickstart.toml", [f"run.sinks=['{extra}']"])
     with pytest.raises(InputError, match=rf"{package} is not installed; .*tim-jax\[{extra}\]"):
-        make(tmp_path)
+        extra_sinks(config, tmp_path, -1)
 
 
 def test_a_folder_called_wandb_is_not_the_package(tmp_path, monkeypatch):
@@ -419,26 +394,24 @@ def test_tee_writes_to_all(tmp_path):
 
 
 @pytest.mark.usefixtures("fake_mlflow")
-def test_loggers_that_cannot_be_closed_or_started_leave_none_open(tmp_path, monkeypatch):
+def test_loggers_that_cannot_be_closed_or_started_leave_none_open(tmp_path, monkeypatch, wandb):
     """As TensorBoard's on a full disk, and MLflow where there is none."""
 
     def fails(self, *_, **options):
         raise InputError("cannot write")
 
-    calls = []
-    monkeypatch.setitem(sys.modules, "wandb", _fake_wandb(calls))
     changes = ["run.sinks=['tensorboard', 'wandb', 'mlflow']"]
     config = toml.load("configs/quickstart.toml", changes)
     with monkeypatch.context() as patch:
         patch.setattr(TensorBoard, "close", fails)
         with pytest.raises(InputError, match="cannot write"), extra_sinks(config, tmp_path, -1):
             raise InputError("first")
-    assert calls.pop() == ("finish", 1)
+    assert wandb.calls.pop() == ("finish", 1)
     assert Client.said[-1] == ("set_terminated", ("r1", "FAILED"), {})
     monkeypatch.setattr(MLflow, "__init__", fails)
     with pytest.raises(InputError, match="cannot write"):
         extra_sinks(config, tmp_path, -1)
-    assert calls.pop() == ("finish", 1)
+    assert wandb.calls.pop() == ("finish", 1)
 
 
 def test_a_package_that_is_missing_is_named_before_the_run_has_a_folder(tmp_path, monkeypatch):
