@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A completion may have any character; one that the output cannot show must not end all.
         sys.stdout.reconfigure(errors="replace")
     with waiting.shown():
-        return _run_command(arguments)
+        if _one_of_several(arguments):
+            return _run_with_others(arguments)
+        _keep_programs()
+        return _run(arguments)
 
 
 def run_and_exit() -> NoReturn:
@@ -54,13 +57,6 @@ def run_and_exit() -> NoReturn:
         # After a save that failed, they wait ten minutes for what never comes.
         _leave(status)
     sys.exit(status)
-
-
-def _run_command(arguments: argparse.Namespace) -> int:
-    if not _one_of_several(arguments):
-        _keep_programs()
-        return _run(arguments)
-    return _run_with_others(arguments)
 
 
 def _leave(status: int) -> NoReturn:

@@ -189,15 +189,6 @@ class OutOfMemoryError(Exception):
 EXPECTED = (InputError, MismatchError, NonFiniteError, PreemptedError, OutOfMemoryError)
 
 
-def statuses_table() -> str:
-    """Returns `ENDINGS` as a Markdown table."""
-    rows = ["| status | meaning | last line on standard error |", "|--:|---|---|"]
-    for ending in ENDINGS:
-        line = f"`{ending.line.replace('{}', '...')}`" if ending.line else ""
-        rows.append(f"| {ending.status} | {ending.meaning} | {line} |")
-    return "\n".join(rows)
-
-
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
     """Returns a message, which may be a library's, with keys and tokens replaced by their names.
 

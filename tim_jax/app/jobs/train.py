@@ -22,31 +22,21 @@ import jax
 from tim_jax import mismatch, placement
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.config.sections import part
 from tim_jax.app.jobs import planning
 from tim_jax.app.run import assembly, charts, checkpoints, folders, loggers, sources
 from tim_jax.app.run.display import Display, RewardWatch
 from tim_jax.app.run.folders import Run
 from tim_jax.app.run.sources import Model
 from tim_jax.common import waiting
-from tim_jax.common.errors import (
-    InputError,
-    MismatchError,
-    NonFiniteError,
-    PreemptedError,
-    writing,
-)
+from tim_jax.common.errors import InputError, MismatchError, NonFiniteError, PreemptedError
 from tim_jax.common.machine import Preemption
-from tim_jax.common.types import Rollout
 from tim_jax.model import adapters
 from tim_jax.model.execution import Execution
-from tim_jax.model.files import write_arrays
 from tim_jax.placement import SINGLE
 from tim_jax.rl import drawing, episodes, loop, programs
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.loop import Step
 from tim_jax.rl.types import TrainState
-from tim_jax.tasks import builtin
 from tim_jax.tasks.base import Environment, Task
 from tim_jax.tasks.environments import Recorded
 from tim_jax.tasks.text import unread_options
@@ -117,12 +107,11 @@ def _check_warm_start(config: RunConfig, task: Task, text: Text) -> None:
 
     Some are looked at, from everywhere among those that the warm start takes.
     """
-    warmup, quality = config.warmup, part(builtin.Quality, config.warmup)
-    total = warmup.steps * warmup.batch
+    total = config.warmup.steps * config.warmup.batch
     pairs = [
         pair
         for start in range(0, total, max(1, total // _SOME))
-        for pair in builtin.supervised(task, quality, seed=config.seed, start=start, count=1)
+        for pair in sources.worked_solutions(config, task, start=start, count=1)
     ]
     loop.demonstrations(pairs, text, response_size=config.sampling.longest)
 
@@ -320,7 +309,7 @@ def _resumed(run: Run, kept: checkpoints.Restored | None) -> list[str]:
     if kept is None:
         return []
     damaged = [f"checkpoint of step {step} is damaged: {what}" for step, what in kept.damaged]
-    changes = folders.describe_changes(run.changed)
+    changes = f" with other settings: {'; '.join(map(str, run.changed))}" if run.changed else ""
     return [*damaged, f"resumed after step {kept.step}{changes}"]
 
 
@@ -415,12 +404,8 @@ def _steps(job: Job, run: Run, state: TrainState, **kept: Any) -> Iterator[Step]
     except NonFiniteError as error:
         if error.batch is None:
             raise
-        path = run.folder / "non_finite.npz"
-        if placement.leads():
-            with writing(path):
-                write_arrays(path, error.batch)
-        shown = Path(config.run.folder, path.name)
-        raise NonFiniteError(f"{error}; the last one's batch is in {shown}", error.batch) from error
+        path = run.write_arrays("non_finite.npz", error.batch)
+        raise NonFiniteError(f"{error}; the last one's batch is in {path}", error.batch) from error
 
 
 def _end_if(asked: bool, step: int, last: int) -> None:
@@ -511,12 +496,11 @@ def _unless_asked(steps: Iterable[Any], last: int, preemption: Preemption) -> It
         yield item
 
 
-def _demonstrations(job: Job) -> Iterator[Rollout]:
-    """Yields batches of worked solutions, without end."""
+def _demonstrations(job: Job) -> Iterator[Any]:
+    """Yields batches of worked solutions as rollouts, without end."""
     config, size = job.config, job.config.warmup.batch
-    quality = part(builtin.Quality, config.warmup)
     for start in itertools.count(step=size):
-        pairs = builtin.supervised(job.task, quality, seed=config.seed, start=start, count=size)
+        pairs = sources.worked_solutions(config, job.task, start=start, count=size)
         yield loop.demonstrations(pairs, job.text, response_size=config.sampling.longest)
 
 

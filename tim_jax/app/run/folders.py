@@ -43,7 +43,7 @@ from tim_jax.common.inputs import leaves, shown
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.files import read_json, write_bytes, write_json, write_text
+from tim_jax.model.files import read_json, write_arrays, write_bytes, write_json, write_text
 from tim_jax.model.weights import Params
 from tim_jax.rl.types import TrainState
 
@@ -183,6 +183,18 @@ class Run:
             self._line_file(name).sync()
         sizes = {name: self._line_file(name).size() for name in LINE_FILES}
         self._checkpoints.save(step, state, {"lines": sizes, "extra": dict(extra or {})})
+
+    def write_arrays(self, name: str, arrays: Mapping[str, Any]) -> Path:
+        """Writes a file of arrays, as `model.files.write_arrays`; returns its path as it is said.
+
+        Raises:
+            InputError: it cannot be written.
+        """
+        if self._lock is not None:
+            path = self.folder / name
+            with writing(path):
+                write_arrays(path, arrays)
+        return self._given / name
 
     def wait(self) -> None:
         """Returns when the last save is on disk."""
@@ -466,11 +478,6 @@ def changeable(config: RunConfig) -> tuple[str, ...]:
     if checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
         return config.may_change()
     return tuple(RunConfig.model_fields)
-
-
-def describe_changes(changed: Sequence[Difference]) -> str:
-    """Says what was changed in a resumed run, as the rest of a line; "" if nothing was."""
-    return f" with other settings: {'; '.join(map(str, changed))}" if changed else ""
 
 
 def _refuse_links(folder: Path) -> None:

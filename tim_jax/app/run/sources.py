@@ -181,6 +181,14 @@ def _graded(config: RunConfig, section: BuiltinTask | GymTask | DatasetTask | Cu
     return replace(task, grade=grade) if grade else task
 
 
+def worked_solutions(
+    config: RunConfig, task: Task, *, start: int, count: int
+) -> list[tuple[str, str]]:
+    """Prompts with completions that the warm start of a run learns from, from number `start` on."""
+    quality = part(builtin.Quality, config.warmup)
+    return builtin.supervised(task, quality, seed=config.seed, start=start, count=count)
+
+
 def _reward(section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Grader | None:
     if section.reward is None:
         return None
@@ -189,13 +197,12 @@ def _reward(section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Grader
     return custom.IsolatedReward(section.reward, seconds=section.reward_time_limit)
 
 
-def make_text(config: RunConfig, model: Model, *, run: Path | None = None) -> Text:
+def make_text(config: RunConfig, model: Model, *, run: Path) -> Text:
     """Returns how prompts become tokens: tokenizer, chat template, its clock and longest prompt.
 
-    `run`: the folder that says when the run began; None: that of the config.
+    `run`: the folder that says when the run began.
     """
-    folder = Path(config.run.folder) if run is None else run
-    began = placement.led(partial(folders.read_start, folder))
+    began = placement.led(partial(folders.read_start, run))
     template = {"on": True, "off": False, "auto": "auto"}[config.model.chat_template]
     return Text(
         tokenizer=model.tokenizer,
