@@ -404,7 +404,7 @@ def _steps(job: Job, run: Run, state: TrainState, **kept: Any) -> Iterator[Step]
     except NonFiniteError as error:
         if error.batch is None:
             raise
-        path = run.write_arrays("non_finite.npz", error.batch)
+        path = run.save_arrays("non_finite.npz", error.batch)
         raise NonFiniteError(f"{error}; the last one's batch is in {path}", error.batch) from error
 
 

@@ -184,7 +184,7 @@ class Run:
         sizes = {name: self._line_file(name).size() for name in LINE_FILES}
         self._checkpoints.save(step, state, {"lines": sizes, "extra": dict(extra or {})})
 
-    def write_arrays(self, name: str, arrays: Mapping[str, Any]) -> Path:
+    def save_arrays(self, name: str, arrays: Mapping[str, Any]) -> Path:
         """Writes a file of arrays, as `model.files.write_arrays`; returns its path as it is said.
 
         Raises:
