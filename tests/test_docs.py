@@ -28,7 +28,6 @@ import tim_jax
 from tim_jax.app import cli
 from tim_jax.app.arguments import RefusedError
 from tim_jax.app.config import toml
-from tim_jax.app.jobs.audit import read_dial
 from tim_jax.instruments.plan import topology
 
 ROOT = Path(__file__).parent.parent
@@ -140,7 +139,7 @@ def test_commands_are_understood(page, monkeypatch):
             if hasattr(arguments, "topology"):
                 topology.check_devices(arguments.topology, loaded.placement.value.devices)
         if getattr(arguments, "sampler", None):
-            read_dial(arguments.sampler)
+            toml.read_dial(arguments.sampler)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -16,7 +16,7 @@ import tiny
 
 import tim_jax as tim
 from tim_jax import corrections, metrics, objectives
-from tim_jax.api import learning
+from tim_jax.api import learning, rollouts
 from tim_jax.common.errors import InputError, MismatchError
 from tim_jax.instruments.auditing import random_params
 from tim_jax.model import hf
@@ -180,7 +180,7 @@ def test_what_sample_returns_is_as_good_as_rows(model, rollout, rows):
     training = model.training()
     found = learning.learnable(model, rollout, "auto", training)
     expected = learning.learnable(model, rows, "auto", training)
-    arrays = [learning.arrays(training.execution, responses) for responses in (found, expected)]
+    arrays = [rollouts.lay_out(responses, training.execution) for responses in (found, expected)]
     assert bits(arrays[0]) == bits(arrays[1])
     greedy = replace(rollout, sampling=replace(rollout.sampling, temperature=0.0))
     with pytest.raises(InputError, match="learn: the rollout is greedy"):
@@ -194,7 +194,7 @@ def test_lengths_count_what_the_model_drew(model, rows):
     row = rows[0] | {"response_token_ids": tokens, "logprobs": [-1.0] * 6, "mask": mask}
     training = model.training()
     responses = learning.learnable(model, [row], "auto", training)
-    rollout = learning.arrays(training.execution, responses)
+    rollout = rollouts.lay_out(responses, training.execution)
     assert (rollout.drawn_lengths.tolist(), rollout.lengths.tolist()) == ([3], [6])
     assert rollout.mask[0, :6].astype(int).tolist() == mask
 

@@ -13,16 +13,14 @@ import optax
 
 from tim_jax import placement
 from tim_jax.api.model import Model, check_jax, check_model
-from tim_jax.api.rollouts import Rollout, padded, read_rows
+from tim_jax.api.rollouts import Rollout, lay_out, read_rows
 from tim_jax.api.training import IN_TRAINING, Step, named, settle, start
-from tim_jax.common import types, waiting
+from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import check_whole, refuse_all_but, shown
 from tim_jax.corrections import Correction
-from tim_jax.instruments.diagnosis import evidence
 from tim_jax.instruments.diagnosis.declared import Distribution
 from tim_jax.instruments.diagnosis.rollouts import Response
-from tim_jax.model.execution import Execution
 from tim_jax.objectives import Objective
 from tim_jax.rl import drawing, loop, programs
 from tim_jax.rl.drawing import Drawn, Sample
@@ -288,7 +286,7 @@ def _step(
     began: float,
 ) -> Step:
     started, built = before.started, before.started.programs
-    run, rollout = built.training, arrays(built.training.execution, responses)
+    run, rollout = built.training, lay_out(responses, built.training.execution)
     if run.learning.needs_greedy and greedy is None:
         raise InputError(
             f"learn: the estimator {run.learning.objective.estimator!r} needs greedy_rewards, the"
@@ -324,21 +322,3 @@ def _step(
     seconds = time.perf_counter() - began
     timing = {"seconds": seconds, "tokens_per_second": metrics["response_tokens"] / seconds}
     return Step(before.number + 1, metrics, timing, samples, state, weights, started)
-
-
-def arrays(execution: Execution, responses: Sequence[Response]) -> types.Rollout:
-    """The responses in few shapes, so that few programs are compiled. Padding changes no bit."""
-    longest = max(len(r) for r in responses)
-    prompts = max(len(r.prompt) for r in responses)
-    most, stops = execution.config.most_positions, execution.sampling.stop_tokens
-    prompts = max(prompts, min(padded(prompts), most - longest))
-    size = max(longest, min(padded(longest), most - prompts))
-    # How a response ended that does not say it, its last token shows.
-    said = [
-        replace(r, ended=r.ended or ("token" if r.tokens[-1] in stops else "cut"))
-        for r in responses
-    ]
-    rollout = evidence.side_by_side(said, prompts, size)
-    # What a mask leaves out, such as a tool's reply, is context: no length counts it.
-    drawn = None if rollout.hidden is None else ~rollout.hidden
-    return replace(rollout, hidden=None, drawn=drawn)

@@ -22,7 +22,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import check_whole, refuse_unknown, shown
 from tim_jax.instruments.diagnosis import evidence, readers
 from tim_jax.instruments.diagnosis.evidence import Forward
-from tim_jax.instruments.diagnosis.rollouts import Collected, Limits, collect
+from tim_jax.instruments.diagnosis.rollouts import Collected, Limits, Response, collect
 from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.rl import drawing, programs
 from tim_jax.rl.drawing import Text
@@ -392,6 +392,24 @@ def _as_rows(rollout: Rollout, who: str) -> Iterator[dict[str, Any]]:
             "logprobs_mode": "processed_logprobs",
             "finish_reason": "stop" if rollout.finished[i] else "length",
         }
+
+
+def lay_out(responses: Sequence[Response], execution: Execution) -> types.Rollout:
+    """The responses in few shapes, so that few programs are compiled. Padding changes no bit."""
+    longest = max(len(r) for r in responses)
+    prompts = max(len(r.prompt) for r in responses)
+    most, stops = execution.config.most_positions, execution.sampling.stop_tokens
+    prompts = max(prompts, min(padded(prompts), most - longest))
+    size = max(longest, min(padded(longest), most - prompts))
+    # How a response ended that does not say it, its last token shows.
+    said = [
+        replace(r, ended=r.ended or ("token" if r.tokens[-1] in stops else "cut"))
+        for r in responses
+    ]
+    rollout = evidence.side_by_side(said, prompts, size)
+    # What a mask leaves out, such as a tool's reply, is context: no length counts it.
+    drawn = None if rollout.hidden is None else ~rollout.hidden
+    return replace(rollout, hidden=None, drawn=drawn)
 
 
 def forward_of(who: str, model: Model) -> Forward:

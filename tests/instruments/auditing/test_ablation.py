@@ -13,6 +13,7 @@ import tiny
 
 from tim_jax import metrics, mismatch
 from tim_jax.app import cli
+from tim_jax.app.config import toml
 from tim_jax.app.jobs import audit
 from tim_jax.app.run import charts
 from tim_jax.common.errors import InputError
@@ -168,7 +169,7 @@ def test_stale_weights_are_those_that_are_given(capsys):
 )
 def test_a_bad_sampler_is_refused(text, words):
     with pytest.raises(InputError) as error:
-        audit.read_dial(text)
+        toml.read_dial(text)
     for word in words:
         assert word in str(error.value), str(error.value)
 
@@ -176,14 +177,14 @@ def test_a_bad_sampler_is_refused(text, words):
 def test_a_dial_from_text_and_from_files(tmp_path):
     entries = '[{ name = "kv_cache", dtype = "int8" }, { name = "native_kernels" }]'
     expected = dials.dial({"name": "kv_cache", "dtype": "int8"}, {"name": "native_kernels"})
-    assert audit.read_dial(f" {entries}") == expected
+    assert toml.read_dial(f" {entries}") == expected
     for number, head in enumerate(("", "[sampler]\n")):
         path = tmp_path / f"{number}.toml"
         path.write_text(f"{head}mismatch = {entries}\n")
-        assert audit.read_dial(str(path)) == expected
+        assert toml.read_dial(str(path)) == expected
     (tmp_path / "other.toml").write_text("x = 1\n")
     with pytest.raises(InputError, match="no list `mismatch`"):
-        audit.read_dial(str(tmp_path / "other.toml"))
+        toml.read_dial(str(tmp_path / "other.toml"))
 
 
 @pytest.mark.slow

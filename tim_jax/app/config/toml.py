@@ -11,14 +11,18 @@ import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+import tim_jax
 from tim_jax.app.config.run import RunConfig
 from tim_jax.common import inputs
 from tim_jax.common.errors import InputError, did_you_mean, ours, suggestion
+
+if TYPE_CHECKING:
+    from tim_jax.mismatch import Mismatch
 
 M = TypeVar("M", bound=BaseModel)
 COMMAND_LINE = "command line"
@@ -241,6 +245,28 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
             raise InputError(f"{COMMAND_LINE}: {inputs.shown(text)}: {error}") from error
         return path, value
     return path, parsed["value"] if len(parsed) == 1 else value
+
+
+def read_dial(text: str) -> "Mismatch":
+    """A dial from a TOML file with `mismatch = [...]` or `[sampler] mismatch = [...]`, or a list.
+
+    Raises:
+      InputError: it is neither, or an entry is wrong.
+    """
+    if text.strip().startswith("["):
+        _, entries = parse_override(f"mismatch={text.strip()}")
+    else:
+        data = read_toml(text)
+        section = data if "mismatch" in data else data.get("sampler")
+        entries = section.get("mismatch") if isinstance(section, dict) else None
+        if entries is None:
+            raise InputError(f"{text}: no list `mismatch`, nor one in a table [sampler]")
+    if not isinstance(entries, list) or not entries:
+        raise InputError(f"--sampler: {text!r} is no list of entries: [{{name = ...}}, ...]")
+    wrong = inputs.wrong_number(entries)
+    if wrong is not None:
+        raise InputError(f"--sampler: mismatch{'.'.join(wrong[0])} = {wrong[1]}: {wrong[2]}")
+    return tim_jax.mismatch.build(entries)
 
 
 def _override(data: dict[str, Any], text: str) -> tuple[str, ...]:

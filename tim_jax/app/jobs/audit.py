@@ -16,22 +16,18 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from tim_jax import mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.jobs import planning
 from tim_jax.app.run import assembly, checkpoints, folders, sources
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, did_you_mean
-from tim_jax.common.inputs import wrong_number
 from tim_jax.common.types import Prompts
 from tim_jax.instruments import auditing
 from tim_jax.instruments.auditing import CaseResult, GradientResult, Sizes, ablation
-from tim_jax.mismatch import Mismatch
 from tim_jax.model import fitting, hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
-from tim_jax.model.weights import Params
 from tim_jax.numerics import FamilyChoice, Numerics, describe
 
 _MOST_TOKENS = 2**26  # of a measurement; more are a slip
@@ -41,7 +37,7 @@ _MOST_TOKENS = 2**26  # of a measurement; more are a slip
 class _Audited:
     """A model, and the kernels that it is audited with."""
 
-    params: Params
+    params: Any
     config: ModelConfig
     sizes: Sizes
     family: FamilyChoice
@@ -297,28 +293,6 @@ class Result(NamedTuple):
     def differs(self) -> bool:
         """Whether a token differs in some case."""
         return any(case["metrics"]["unequal_tokens"] for case in self.record["cases"])
-
-
-def read_dial(text: str) -> Mismatch:
-    """A dial from a TOML file with `mismatch = [...]` or `[sampler] mismatch = [...]`, or a list.
-
-    Raises:
-      InputError: it is neither, or an entry is wrong.
-    """
-    if text.strip().startswith("["):
-        _, entries = toml.parse_override(f"mismatch={text.strip()}")
-    else:
-        data = toml.read_toml(text)
-        section = data if "mismatch" in data else data.get("sampler")
-        entries = section.get("mismatch") if isinstance(section, dict) else None
-        if entries is None:
-            raise InputError(f"{text}: no list `mismatch`, nor one in a table [sampler]")
-    if not isinstance(entries, list) or not entries:
-        raise InputError(f"--sampler: {text!r} is no list of entries: [{{name = ...}}, ...]")
-    wrong = wrong_number(entries)
-    if wrong is not None:
-        raise InputError(f"--sampler: mismatch{'.'.join(wrong[0])} = {wrong[1]}: {wrong[2]}")
-    return mismatch.build(entries)
 
 
 def report(bench: Bench, arms: Sequence[ablation.Arm]) -> Result:
