@@ -421,10 +421,7 @@ def test_rewards_may_be_what_a_reward_model_returns():
     [
         ({"rewards": REWARDS[:3]}, r"rewards has the shape \(3,\), but there are 8 rows"),
         ({"rewards": [np.nan] * 8}, r"rewards\[0\] is nan; it must be finite"),
-        (
-            {"rewards": [0, -1e20] * 4},
-            r"rewards\[1\] is -1e\+20; it must be at most 1e\+15",
-        ),
+        ({"rewards": [0, -1e20] * 4}, r"rewards\[1\] is -1e\+20; it must be at most 1e\+15"),
         ({"rewards": ["good"] * 8}, r"rewards must be a list or array of 8 numbers, got \['good"),
         ({"rewards": (x for x in REWARDS)}, "rewards must be a list or array of 8 numbers, got <g"),
         ({"samples": 3}, "8 rows are no whole groups of 3 samples"),

@@ -1061,10 +1061,7 @@ def test_a_run_whose_config_is_damaged(text, call, folder):
     run = folder / f"damaged-config-{len(text)}"
     (run / "checkpoints" / "3").mkdir(parents=True)
     (run / "config.toml").write_bytes(text)
-    for command in (
-        ("export", run, "of-damaged"),
-        ("train", "tiny.toml", f"run.folder={run}"),
-    ):
+    for command in (("export", run, "of-damaged"), ("train", "tiny.toml", f"run.folder={run}")):
         assert f"{run / 'config.toml'} is damaged: " in refused(call, *command)
 
 
@@ -1097,10 +1094,7 @@ def test_a_full_disk_leaves_the_result_before(tmp_path, monkeypatch):
 
 USAGE = {
     "nothing": ([], "the following arguments are required: COMMAND; see tim-jax --help"),
-    "no config": (
-        ["train"],
-        "train: the following arguments are required: config; see",
-    ),
+    "no config": (["train"], "train: the following arguments are required: config; see"),
     "unknown": (["fly", "me"], "argument COMMAND: invalid choice: 'fly' (choose from "),
     "no prompt": (["generate", "x"], "generate: the following arguments are required: prompt"),
     "option": (["train", "x", "--fast"], "unrecognized arguments: --fast; see tim-jax --help"),

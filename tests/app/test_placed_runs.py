@@ -89,10 +89,7 @@ def test_an_evaluation_has_slots_for_its_own_mesh(unmeasured):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["placement.fsdp=16"],
-            "fsdp 16 x expert 1 x tensor 1 needs 16 devices, but there are 8",
-        ),
+        (["placement.fsdp=16"], "fsdp 16 x expert 1 x tensor 1 needs 16 devices, but there are 8"),
         (["placement.tensor=4"], "column_tiles must divide the model's num_kv_heads = 2, got 4"),
         (["numerics.column_tiles=3"], "must divide the model's num_kv_heads = 2, got 3"),
         (["numerics.several_tiles=true"], 'several tiles, got "tiles" in float32'),

@@ -236,10 +236,7 @@ REFUSED = [
         "learner.objective.estimator=rlo",
         "learner.objective.estimator = \"rlo\": unknown value; did you mean 'rloo'?",
     ),
-    (
-        "numerics.family=tile",
-        "numerics.family = \"tile\": unknown value; did you mean 'tiles'?",
-    ),
+    ("numerics.family=tile", "numerics.family = \"tile\": unknown value; did you mean 'tiles'?"),
     ("placement.dcode=x", "placement.dcode = \"x\": unknown key; did you mean 'decode'?"),
     # types
     ("seed=1.5", "seed = 1.5: must be a whole number"),
@@ -358,18 +355,9 @@ REFUSED = [
         "learner.corrections=[{name='token_tis'}, {name='token_tis', cup=1}]",
         "learner.corrections[1]: correction 'token_tis' has no argument 'cup'; did you mean 'cap'?",
     ),
-    (
-        "learner.objective.dual_clip=1.0",
-        "learner.objective.dual_clip = 1.0: must lie above 1",
-    ),
-    (
-        "optimizer.ess_reference=1.5",
-        "optimizer.ess_reference = 1.5: must be in (0, 1]",
-    ),
-    (
-        "optimizer.ess_reference=0.0",
-        "optimizer.ess_reference = 0.0: must be in (0, 1]",
-    ),
+    ("learner.objective.dual_clip=1.0", "learner.objective.dual_clip = 1.0: must lie above 1"),
+    ("optimizer.ess_reference=1.5", "optimizer.ess_reference = 1.5: must be in (0, 1]"),
+    ("optimizer.ess_reference=0.0", "optimizer.ess_reference = 0.0: must be in (0, 1]"),
     (
         "optimizer.length_decay={kind='reactive', max_length=0}",
         "optimizer.length_decay.max_length = 0: must be at least 1",
@@ -552,22 +540,13 @@ OBJECTIVE_REFUSED = [
     ),
     ({"clip_low": 1.5}, ".clip_low = 1.5: must lie in [0, 1]"),
     ({"clip_high": -0.1}, ".clip_high = -0.1: must be 0 or more"),
-    (
-        {"loss": "gspo", "dual_clip": 1.0},
-        ".dual_clip = 1.0: must lie above 1",
-    ),
+    ({"loss": "gspo", "dual_clip": 1.0}, ".dual_clip = 1.0: must lie above 1"),
     (
         {"loss": "dppo_tv", "loss_options": {"ratio_cap": 0.5}},
         ": ratio_cap is 0.5; it must be 1 or more",
     ),
-    (
-        {"loss": "kl_cov", "loss_options": {"share": 0}},
-        ": share is 0.0; it must lie in (0, 1]",
-    ),
-    (
-        {"loss_options": {"clip_low": "x"}},
-        '.loss_options.clip_low = "x": must be a number',
-    ),
+    ({"loss": "kl_cov", "loss_options": {"share": 0}}, ": share is 0.0; it must lie in (0, 1]"),
+    ({"loss_options": {"clip_low": "x"}}, '.loss_options.clip_low = "x": must be a number'),
     ({"loss_options": {"clip_low": float("nan")}}, ".loss_options.clip_low = nan: must be finite"),
     (
         {"loss_options": {"clip_high": float("inf")}},
@@ -585,10 +564,7 @@ OBJECTIVE_REFUSED = [
     ({"denominator": "survivor"}, '.denominator = "survivor": unknown value; did you mean'),
     # What changes rewards and masks.
     ({"drop_cut": 1}, ".drop_cut = 1: must be true or false"),
-    (
-        {"overlong_cache": 65},
-        ".overlong_cache = 65: must lie in [1, max_length], which is 64",
-    ),
+    ({"overlong_cache": 65}, ".overlong_cache = 65: must lie in [1, max_length], which is 64"),
     ({"overlong_cache": 0}, ".overlong_cache = 0: must lie in [1, max_length], which is 64"),
     (
         {"reward_kl_target": 6.0},

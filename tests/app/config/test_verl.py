@@ -91,10 +91,7 @@ def configuration(
     actor = {**ACTOR, "ppo_mini_batch_size": 2, "use_kl_loss": kl > 0, "kl_loss_coef": kl, **actor}
     data = {
         "algorithm": {"adv_estimator": estimator, "rollout_correction": correction},
-        "actor_rollout_ref": {
-            "actor": actor | {"entropy_coeff": entropy},
-            "rollout": {"n": GROUP},
-        },
+        "actor_rollout_ref": {"actor": actor | {"entropy_coeff": entropy}, "rollout": {"n": GROUP}},
         "data": {"train_batch_size": ROWS // GROUP, "max_tokens": tabular.LONGEST},
     }
     return data if v1 is None else data | {"trainer": {"use_v1": v1}}

@@ -40,10 +40,7 @@ def test_lines_are_on_disk_after_every_write(tmp_path):
     sink.write(2, {"text": "π ≈ 3\n"})
     sink.sync()
     assert path.stat().st_size == sink.size()
-    assert list(read_lines(path)) == [
-        {"step": 1, "reward": 0.25},
-        {"step": 2, "text": "π ≈ 3\n"},
-    ]
+    assert list(read_lines(path)) == [{"step": 1, "reward": 0.25}, {"step": 2, "text": "π ≈ 3\n"}]
     sink.close()
 
 
