@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -50,3 +51,17 @@ def finished(running, seconds=1200):
         for process in running:
             process.kill()
     return found
+
+
+def wait_until(happened, *running):
+    """Waits for what processes that go on make happen."""
+    until = time.monotonic() + 900
+    while not happened():
+        assert time.monotonic() < until, "nothing happened"
+        assert all(process.poll() is None for process in running), finished(running)
+        time.sleep(0.002)
+
+
+def lines_in(path):
+    """How many lines a file has, which may not be there yet."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0

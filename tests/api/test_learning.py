@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("traced_once")
 PROMPTS = ["2 + 2", "3 + 1"]
 REWARDS = np.random.default_rng(0).standard_normal(8)
 SGD = optax.sgd(0.1)
+bits = tiny.bits
 
 
 def made(folder, **sizes):
@@ -81,10 +82,6 @@ def off(rows, size=0.1):
         return np.minimum(x + size * rng.standard_normal(len(x)), 0.0).tolist()
 
     return [row | {"logprobs": moved(row["logprobs"])} for row in rows]
-
-
-def bits(params):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)]
 
 
 def test_a_step_from_own_rows_is_the_step_of_the_loop(model, rollout, rows):

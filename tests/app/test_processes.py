@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from several import finished, started
+from several import finished, lines_in, started, wait_until
 
 from tim_jax import placement
 from tim_jax.app.config import toml
@@ -296,18 +296,6 @@ def work(tmp_path):
     return tmp_path
 
 
-def lines_in(path):
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def wait_until(happened, running):
-    until = time.monotonic() + 900
-    while not happened():
-        assert time.monotonic() < until
-        assert all(process.poll() is None for process in running), finished(running)
-        time.sleep(0.05)
-
-
 @pytest.mark.slow(minutes=12)
 def test_several_processes_have_the_bits_of_one_whatever_ends_them(work):
     """One run by two processes, twice; then by one, to its last step; then its end, by four.
@@ -338,7 +326,7 @@ def asked_to_end(work):
     rewards = SLOW_SEAL + REWARDS.format(pause=0.5)
     running = training(work, "run", count=2, rewards=rewards)
     kept, lines = work / "run" / "checkpoints", work / "run" / "metrics.jsonl"
-    wait_until(lambda: lines_in(lines) >= 2, running)  # step 1 is written
+    wait_until(lambda: lines_in(lines) >= 2, *running)  # step 1 is written
     running[1].send_signal(signal.SIGTERM)
     running[1].wait(100)
     # A launcher may kill process 0 from here on: its part must be done.
@@ -374,7 +362,7 @@ def one_dies(work):
         mark.unlink()
     running = training(work, "run", count=2, rewards=REWARDS.format(pause=3))
     marks = [work / f"grading-{process.pid}" for process in running]
-    wait_until(lambda: all(mark.exists() for mark in marks), running)
+    wait_until(lambda: all(mark.exists() for mark in marks), *running)
     running[1].send_signal(signal.SIGKILL)
     at = time.monotonic()
     (status, _, err), _ = finished(running, 100)

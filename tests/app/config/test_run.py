@@ -55,16 +55,10 @@ def test_what_is_done_about_a_template_that_rewrites_history_reaches_the_run():
 def test_the_paper_recipe_is_its_table_1():
     got = load(Path(__file__).parents[3] / "configs" / "beyond_precision.toml")
     optimizer, objective, sampling = got.optimizer, got.objective, got.sampling
-    assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.max_grad_norm) == (
-        1e-6,
-        0.01,
-        1.0,
-    )
-    assert (got.learner.prompts_per_step, got.learner.mini_batches, got.learner.epochs) == (
-        64,
-        1,
-        1,
-    )
+    assert (optimizer.learning_rate, optimizer.weight_decay) == (1e-6, 0.01)
+    assert optimizer.max_grad_norm == 1.0
+    learner = got.learner
+    assert (learner.prompts_per_step, learner.mini_batches, learner.epochs) == (64, 1, 1)
     assert (objective.estimator, objective.clip_low, objective.clip_high) == ("rloo", 0.2, 0.28)
     assert (objective.kl_coefficient, objective.drop_uninformative) == (0.0, True)
     assert (sampling.samples, sampling.max_tokens) == (16, 8192)
@@ -430,18 +424,10 @@ def test_keys_of_older_versions_are_read_and_their_new_names_said(tmp_path, capl
 
 
 def test_a_run_folder_of_an_older_version_is_the_same_run(tmp_path, caplog):
-    now = dump(
-        build(
-            tomllib.loads(
-                OLD.replace("samples_per_prompt", "samples").replace(
-                    "max_response_length", "max_tokens"
-                )
-            )
-        )
-    )
-    before = now.replace("\nsamples = 4", "\nsamples_per_prompt = 4").replace(
-        "\nmax_tokens", "\nmax_response_length"
-    )
+    new = OLD.replace("samples_per_prompt", "samples").replace("max_response_length", "max_tokens")
+    now = dump(build(tomllib.loads(new)))
+    before = now.replace("\nsamples = 4", "\nsamples_per_prompt = 4")
+    before = before.replace("\nmax_tokens", "\nmax_response_length")
     assert before.count("samples_per_prompt") == before.count("max_response_length") == 1
     (tmp_path / "config.toml").write_text(before)
     assert folders.config_differences(folders.read_config(tmp_path), now) == []
@@ -503,13 +489,8 @@ def test_what_a_resumed_run_may_change():
     assert "steps" in RunConfig().may_change()
     assert {"learner.remat", "learner.offload", "sampler.slots"} <= {*RunConfig().may_change()}
     assert not {"learner", "learner.micro_batch", "sampling"} & {*RunConfig().may_change()}
-    calls = {
-        "task.reward_time_limit",
-        "task.environment_workers",
-        "task.eval_subset",
-        "task.path",
-        "task.eval_path",
-    }
+    calls = {"task.reward_time_limit", "task.environment_workers"}
+    calls |= {"task.eval_subset", "task.path", "task.eval_path"}
     assert "model.path" not in RunConfig().may_change()
     assert "model.path" in build({"lora": {}, "warmup": {"steps": 0}}).may_change()
     assert calls == {key for key in RunConfig().may_change() if key.startswith("task")}

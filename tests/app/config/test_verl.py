@@ -506,6 +506,16 @@ def test_verls_defaults_are_not_called_without_counterpart():
     )
 
 
+def with_key(path, value):
+    """A configuration with this key, among what it needs."""
+    data: dict[str, Any] = {"algorithm": {"adv_estimator": "grpo"}}
+    section, (*above, last) = data, path.split(".")
+    for part in above:
+        section = section.setdefault(part, {})
+    section[last] = value
+    return data
+
+
 def of_actor(**actor):
     """The translation of a configuration that sets these keys of the actor alone."""
     data = {"actor_rollout_ref": {"actor": actor, "rollout": {"n": GROUP}}}
@@ -582,15 +592,10 @@ def test_refills_are_said_to_come_from_another_order_of_the_prompts():
     ],
 )
 def test_what_other_sections_do_to_a_step_is_named(path, value, line):
-    def given(value):
-        for part in reversed(path.split(".")):
-            value = {part: value}
-        return {"algorithm": {"adv_estimator": "grpo"}, **value}
-
-    (found,) = verl.translate(given(value)).differs
+    (found,) = verl.translate(with_key(path, value)).differs
     assert line in found
     off = {"top_k": -1, "top_p": 1.0}.get(path.rpartition(".")[2], 0 if value == 32 else False)
-    assert not verl.translate(given(off)).differs
+    assert not verl.translate(with_key(path, off)).differs
 
 
 def test_files_of_a_defaults_list_are_said_not_to_be_read():
@@ -656,14 +661,8 @@ def test_what_has_no_meaning_is_refused_in_one_line(changes, message):
     ],
 )
 def test_null_where_verl_has_a_value_is_one_line(path):
-    *above, last = path.split(".")
-    data: dict[str, Any] = {"algorithm": {"adv_estimator": "grpo"}}
-    section = data
-    for part in above:
-        section = section.setdefault(part, {})
-    section[last] = None
     with pytest.raises(InputError) as refused:
-        verl.translate(data)
+        verl.translate(with_key(path, None))
     assert str(refused.value) == f"verl: {path} = None: must not be null; leave the key out"
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from several import lines_in, wait_until
 
 from tim_jax.app.config import toml
 from tim_jax.app.run import checkpoints, folders
@@ -596,18 +597,6 @@ def child(code, *arguments, **options):
         text=True,
         **options,
     )
-
-
-def wait_until(condition, process, seconds=300.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.002)
-
-
-def lines_in(path):
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def fork_a_worker():
