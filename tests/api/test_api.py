@@ -517,7 +517,7 @@ def test_what_is_no_placement_adapter_or_path(model, tmp_path):
 @pytest.mark.parametrize("weights", [None, 5])
 def test_what_are_no_weights_to_try(model, weights):
     with pytest.raises(InputError, match=f"weights must be a model.*, got {weights}"):
-        list(diagnosing._others(model, weights))
+        list(diagnosing._list_candidates(model, weights))
 
 
 def test_only_a_rollout_can_be_scored(model):

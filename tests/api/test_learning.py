@@ -408,7 +408,7 @@ def test_rewards_may_be_what_a_reward_model_returns():
     torch = pytest.importorskip("torch")
     for dtype in (torch.float32, torch.bfloat16):
         given = torch.tensor([0.5, 2.0], dtype=dtype, requires_grad=True)
-        found = learning._rewards("rewards", given, 2, "rows")
+        found = learning._read_rewards("rewards", given, 2, "rows")
         assert found.dtype == np.float32
         assert found.tolist() == [0.5, 2.0]
 

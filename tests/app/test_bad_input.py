@@ -553,7 +553,7 @@ def test_options_that_no_template_reads_are_said():
     sampler = SimpleNamespace(mismatch=mismatch.EXACT, max_staleness=0)
     programs = SimpleNamespace(training=SimpleNamespace(sampler=sampler))
     job: Any = SimpleNamespace(config=config, text=text, execution=execution, programs=programs)
-    (line,) = train._described(job)
+    (line,) = train._describe_run(job)
     assert line == "model.template_options.enable_thinking: no prompt depends on it"
 
 

@@ -144,7 +144,7 @@ class Monitor:
         # Few shapes, so that few programs are compiled.
         shape = tuple(max(8, 1 << (size - 1).bit_length()) for size in of_mask.shape)
         padded = {name: _padded(array, shape[: array.ndim]) for name, array in arrays.items()}
-        run = _program(self.correction)
+        run = _compile(self.correction)
         numbers, coefficients, kept, state = run(padded, _padded(of_mask != 0, shape), state)
         rows, columns = of_mask.shape
         return Observed(
@@ -169,7 +169,7 @@ def _padded(array: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
 
 
 @lru_cache(maxsize=16)
-def _program(correction: Correction) -> Any:
+def _compile(correction: Correction) -> Any:
     return jax.jit(partial(_observe, correction))
 
 
@@ -280,7 +280,7 @@ class Diagnose:
             found = verdict.diagnose(
                 collected.responses,
                 forward,
-                others=tuple(_others(model, weights)),
+                others=tuple(_list_candidates(model, weights)),
                 tokenizer=model.tokenizer,
             )
             record = records.as_record(
@@ -295,7 +295,7 @@ class Diagnose:
 diagnose = Diagnose()
 
 
-def _others(model: Model, weights: Any) -> Iterator[Candidate]:
+def _list_candidates(model: Model, weights: Any) -> Iterator[Candidate]:
     if isinstance(weights, str | Path | Model):
         weights = [weights]
     if not isinstance(weights, Iterable):
@@ -308,12 +308,12 @@ def _others(model: Model, weights: Any) -> Iterator[Candidate]:
         other = other if isinstance(other, Model) else load(other, dtype=model.dtype)
         if not other.config.computes_as(model.config):
             raise InputError(f"diagnose: the weights of {name} are of another architecture")
-        yield _candidate(model, name, other)
+        yield _make_candidate(model, name, other)
     if model.adapter is not None:
-        yield _candidate(model, "the base model", replace(model, adapter=None))
+        yield _make_candidate(model, "the base model", replace(model, adapter=None))
 
 
-def _candidate(model: Model, name: str, other: Model) -> Candidate:
+def _make_candidate(model: Model, name: str, other: Model) -> Candidate:
     params = other.merged_params
     weights = replace(model, params=params, adapter=None).weights  # computed with as the model's
     return Candidate(name, weights, adapter_rank(model.merged_params, params))

@@ -100,16 +100,16 @@ def learn(
         check_model("learn", before)
         model, known = before, training or before.training()
     responses = learnable(model, rows, format, known)
-    _check_groups(responses, samples := _samples_of(responses, samples, before))
-    numbers = _rewards("rewards", rewards, len(responses), "rows")
+    _check_groups(responses, samples := _count_samples(responses, samples, before))
+    numbers = _read_rewards("rewards", rewards, len(responses), "rows")
     if greedy_rewards is not None:
         count = len(responses) // samples
-        greedy_rewards = _rewards("greedy_rewards", greedy_rewards, count, "prompts")
+        greedy_rewards = _read_rewards("greedy_rewards", greedy_rewards, count, "prompts")
     if isinstance(before, Step):
-        before = _going_on(before, responses, samples)
+        before = _go_on(before, responses, samples)
     else:
         given |= {"samples": samples, "prompts_per_step": len(responses) // samples}
-        before = _first(model, responses, known, given, seed or 0)
+        before = _begin(model, responses, known, given, seed or 0)
     return _step(before, responses, numbers, greedy_rewards, began)
 
 
@@ -178,7 +178,7 @@ def _check_groups(responses: Sequence[Response], samples: int) -> None:
             )
 
 
-def _samples_of(responses: Sequence[Response], samples: int | None, before: Model | Step) -> int:
+def _count_samples(responses: Sequence[Response], samples: int | None, before: Model | Step) -> int:
     if isinstance(before, Step):
         own = before.started.programs.training.learning.samples
         if samples not in (None, own):
@@ -190,7 +190,7 @@ def _samples_of(responses: Sequence[Response], samples: int | None, before: Mode
     return ends[0] if ends else len(responses)
 
 
-def _rewards(name: str, given: Any, count: int, what: str) -> np.ndarray:
+def _read_rewards(name: str, given: Any, count: int, what: str) -> np.ndarray:
     try:
         # A list, since NumPy refuses tensors that have a gradient, or are in bfloat16 or on a GPU.
         listed = given.tolist() if hasattr(given, "tolist") else given
@@ -212,7 +212,7 @@ def _rewards(name: str, given: Any, count: int, what: str) -> np.ndarray:
     return array
 
 
-def _first(
+def _begin(
     model: Model,
     responses: Sequence[Response],
     run: Training,
@@ -257,7 +257,7 @@ def _check_objective(run: Training, responses: Sequence[Response]) -> None:
         run.learning.objective.check_whole_distribution()
 
 
-def _going_on(before: Step, responses: Sequence[Response], samples: int) -> Step:
+def _go_on(before: Step, responses: Sequence[Response], samples: int) -> Step:
     """The step that a later one begins with, with programs for its number of rows."""
     built = before.started.programs
     _check_sampler(built.training.varied(refills=0), "start anew from step.model")

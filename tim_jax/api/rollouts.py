@@ -308,7 +308,7 @@ def score(
             raise InputError(
                 "score: micro_batch is for a rollout of `sample`; leave it out of rows"
             )
-        return _scored(model, rollout, format)
+        return _score_rows(model, rollout, format)
     _check_fits(model, rollout)
     rows, shards = len(rollout), model.placement.shards
     if micro_batch is not None:
@@ -425,7 +425,7 @@ def forward_of(who: str, model: Model) -> Forward:
     return Forward(model.weights, execution, size, execution.sampling.stop_tokens)
 
 
-def _scored(model: Model, rows: Any, form: str) -> np.ndarray:
+def _score_rows(model: Model, rows: Any, form: str) -> np.ndarray:
     """Log-probs f32[B, R] of rows by the exact forward, 0 off their masks.
 
     A warning says how many rows do not say their temperature.

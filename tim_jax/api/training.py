@@ -144,14 +144,14 @@ def start(model: Model, built: Programs, seed: int) -> tuple[TrainState, Started
         trained = adapters.init(model.config, lora, seed) if given is None else given.arrays
         base = built.place(adapters.narrowed(placement.whole(model.params)))
     # Training takes the buffers of what it starts from: the model keeps its own.
-    state = built.init(_apart(trained))
+    state = built.init(_copy_apart(trained))
     reference = None
     if built.training.learning.objective.has_reference:
-        reference = built.prepare(adapters.whole(_apart(trained), base))
+        reference = built.prepare(adapters.whole(_copy_apart(trained), base))
     return state, Started(model, built, base, reference)
 
 
-def _apart(params: Any) -> Any:
+def _copy_apart(params: Any) -> Any:
     """Parameters in buffers of their own; those on the host are copied by being moved."""
     on_device = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
     return loop.copied(params) if on_device else params
@@ -263,17 +263,17 @@ def grpo(
         raise InputError("grpo: give reward or respond, not both: respond gives the rewards")
     else:
         task = _as_episodes(examples, respond)
-        given |= _episodes(model, task, training, max_turns, max_tokens)
+        given |= _limit_episodes(model, task, training, max_turns, max_tokens)
     model, run = settle("grpo", model, training, given)
     most, where = run.execution.sampling.max_tokens, run.execution.placement
-    text = text_of(model, examples, most, *_template(model, task))
+    text = text_of(model, examples, most, *_read_template(model, task))
     longest = text.max_prompt_length + most
     if run.learning.micro_batch_tokens is not None:
         buffer = run.learning.micro_batch_tokens
         rules.check_micro_batch_tokens(buffer, longest=longest, placement=where)
     environment = None
     if task.environment is not None:
-        assert run.turns is not None  # of `_episodes`
+        assert run.turns is not None  # of `_limit_episodes`
         stops, history = run.execution.sampling.stop_tokens, run.turns.history
         environment = text.bridged(task.environment, stops, history)
     built = programs.build_once(run)
@@ -284,7 +284,7 @@ def grpo(
         settings = [getattr(run, one.name) for one in fields(run) if one.name != "optimizer"]
         same = f"{digest} {(steps, seed, settings)!r}"
         placement.agree(same, "its prompts or its arguments of grpo")
-    return _steps(model, task, text, built, seed=seed, steps=steps, environment=environment)
+    return _train(model, task, text, built, seed=seed, steps=steps, environment=environment)
 
 
 def _as_examples(prompts_and_answers: Any) -> tuple[Example, ...]:
@@ -370,7 +370,7 @@ def _as_task(examples: tuple[Example, ...], reward: Callable[..., Any] | None) -
     return Task(name, examples, (), grade)
 
 
-def _template(model: Model, task: Task) -> tuple[Any, Mapping[str, Any]]:
+def _read_template(model: Model, task: Task) -> tuple[Any, Mapping[str, Any]]:
     """How prompts go through the chat template, with the tools of an environment."""
     tools = () if task.environment is None else task.environment.tools
     if tools and "tools" in model.template_options:
@@ -392,7 +392,7 @@ def _refuse_turns(reward: Any, training: Training | None, max_turns: int | None)
         raise InputError("grpo: give reward, or for episodes of several turns respond")
 
 
-def _episodes(
+def _limit_episodes(
     model: Model, task: Task, training: Training | None, max_turns: int | None, tokens: int | None
 ) -> dict[str, Any]:
     """The run's limits: of an episode's turns, of the tokens of one, and of all its tokens."""
@@ -413,7 +413,7 @@ def _episodes(
     turns = Turns(*own_limits, history=turns.history)
     if own:
         return {"turns": turns, "max_tokens": own.execution.sampling.max_tokens}
-    text = text_of(model, task.train, turns.max_tokens, *_template(model, task))
+    text = text_of(model, task.train, turns.max_tokens, *_read_template(model, task))
     room = model.config.most_positions - text.max_prompt_length
     return {"turns": turns, "max_tokens": min(2 * turns.max_turns * turns.max_tokens, room)}
 
@@ -428,7 +428,7 @@ def settle(
     given = {name: value for name, value in given.items() if value is not None}
     _check_values(who, given, training)
     with named(who):
-        run = _run(who, model, training, given)
+        run = _make_run(who, model, training, given)
     where = run.execution.placement
     return replace(model, placement=where, numerics=run.execution.numerics), run
 
@@ -450,7 +450,7 @@ def _check_values(who: str, given: Mapping[str, Any], training: Any) -> None:
         )
 
 
-def _run(who: str, model: Model, training: Training | None, given: dict[str, Any]) -> Training:
+def _make_run(who: str, model: Model, training: Training | None, given: dict[str, Any]) -> Training:
     for name in ("samples", "prompts_per_step"):
         if name in given:
             given[name] = check_whole(f"{who}: {name}", given[name], least=1)
@@ -520,7 +520,7 @@ def named(who: str) -> Iterator[None]:
         raise InputError(f"{who}: {error}") from None
 
 
-def _steps(
+def _train(
     model: Model,
     task: Task,
     text: Text,

@@ -205,21 +205,21 @@ def missing(axes: Axes) -> tuple[str, ...]:
 _HOST = "pinned_host"
 
 
-def _memories(devices: Devices) -> list[str]:
+def _memory_kinds(devices: Devices) -> list[str]:
     return [memory.kind for memory in devices[0].addressable_memories()]
 
 
 def host_helps(devices: Devices) -> bool:
     """Whether the host has memory beside the devices' own, in which arrays can wait."""
-    return devices[0].platform != "cpu" and _HOST in _memories(devices)
+    return devices[0].platform != "cpu" and _HOST in _memory_kinds(devices)
 
 
 def check_host(devices: Devices) -> None:
     """Raises InputError if arrays of these devices cannot wait in the host's memory."""
-    if _HOST not in _memories(devices):
+    if _HOST not in _memory_kinds(devices):
         raise InputError(
             f"offload: arrays of a {devices[0].device_kind} cannot wait in the host's memory; it"
-            f" has {', '.join(_memories(devices))}"
+            f" has {', '.join(_memory_kinds(devices))}"
         )
 
 
@@ -228,26 +228,26 @@ def to_host(tree: Any) -> Any:
 
     Arrays that are there already stay as they are, as in `to_devices`.
     """
-    return _sent(tree, _HOST)
+    return _send(tree, _HOST)
 
 
 def to_devices(tree: Any) -> Any:
     """The opposite of `to_host`."""
-    return _sent(tree, "device")
+    return _send(tree, "device")
 
 
-def _sent(tree: Any, kind: str) -> Any:
-    elsewhere = [leaf for leaf in jax.tree.leaves(tree) if _memory(leaf) != kind]
+def _send(tree: Any, kind: str) -> Any:
+    elsewhere = [leaf for leaf in jax.tree.leaves(tree) if _memory_kind(leaf) != kind]
     targets = [leaf.sharding.with_memory_kind(kind) for leaf in elsewhere]
     moved = iter(jax.block_until_ready(jax.device_put(elsewhere, targets)))
-    found = jax.tree.map(lambda leaf: leaf if _memory(leaf) == kind else next(moved), tree)
+    found = jax.tree.map(lambda leaf: leaf if _memory_kind(leaf) == kind else next(moved), tree)
     # JAX does not donate from one memory to another.
     for leaf in elsewhere:
         leaf.delete()
     return found
 
 
-def _memory(leaf: jax.Array) -> str:
+def _memory_kind(leaf: jax.Array) -> str:
     """The kind of memory that an array lies in."""
     device = next(iter(leaf.sharding.device_set))
     return leaf.sharding.memory_kind or device.default_memory().kind
@@ -310,15 +310,15 @@ def texts(text: str) -> list[str]:
     if jax.process_count() == 1:
         return [text]
     data = text.encode()
-    sizes = _gathered(np.array([len(data)], np.int32))[:, 0]
+    sizes = _gather(np.array([len(data)], np.int32))[:, 0]
     # Padded to a power of two, so that few sizes are compiled.
     padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
-    rows = _gathered(padded)
+    rows = _gather(padded)
     return [rows[i, :size].tobytes().decode() for i, size in enumerate(sizes.tolist())]
 
 
-def _gathered(row: np.ndarray) -> np.ndarray:
+def _gather(row: np.ndarray) -> np.ndarray:
     with waiting.during("waiting for the other processes"):
         return np.asarray(multihost_utils.process_allgather(row))
 

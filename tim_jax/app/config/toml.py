@@ -73,12 +73,12 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         InputError: the file is missing, empty or no TOML; a key is unknown; a value is wrong or
             does not go with another. One line, for the first thing that is wrong.
     """
-    data = {} if path is None else _of_run(path) or read_toml(path)
+    data = {} if path is None else _read_run(path) or read_toml(path)
     keys = [_override(data, text) for text in overrides]
     return build(data, source=str(path or "defaults"), command_line=keys)
 
 
-def _of_run(path: str | Path) -> dict[str, Any]:
+def _read_run(path: str | Path) -> dict[str, Any]:
     folder = inputs.expanded(path)
     if (folder / "config.json").is_file() and not (folder / "config.toml").is_file():
         raise InputError(
@@ -158,7 +158,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """
     path = inputs.expanded(path)
     try:
-        data = _parsed(inputs.shipped(path).read_text(encoding="utf-8"))
+        data = _parse(inputs.shipped(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         beside = inputs.shipped(path.parent).glob("*.toml")  # nothing if there is no such folder
         near = [str(path.parent / other.name) for other in beside]
@@ -239,7 +239,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     if value == NONE:
         return path, None
     try:
-        parsed = _parsed(f"value = {value}")
+        parsed = _parse(f"value = {value}")
     except ValueError as error:
         if value[0] in "[{\"'" or not isinstance(error, tomllib.TOMLDecodeError):
             raise InputError(f"{COMMAND_LINE}: {inputs.shown(text)}: {error}") from error
@@ -312,7 +312,7 @@ def _has_free_keys(kind: Any) -> bool:
     return any(get_origin(one) is dict for one in kinds)
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parse(text: str) -> dict[str, Any]:
     """The contents of TOML text. Raises `ValueError` for whatever is wrong with it."""
     try:
         return tomllib.loads(text)
@@ -332,7 +332,7 @@ def _describe(error: Any, data: Mapping[str, Any], root: type) -> tuple[tuple[st
     if kind == "rule":
         key, value = (*key, *filter(None, context["key"].split("."))), context["value"]
     if kind in ("rule", "value_error") and (value is None or isinstance(value, Mapping)):
-        return _of_section(key, str(context.get("error", context.get("rule"))), data, root)
+        return _blame_section(key, str(context.get("error", context.get("rule"))), data, root)
     if kind == "rule":
         rule = context["rule"]
     elif kind in _UNKNOWN:
@@ -355,7 +355,7 @@ def _describe(error: Any, data: Mapping[str, Any], root: type) -> tuple[tuple[st
     return key, f"{_dotted(key)}{'' if untold else f' = {_shown(value)}'}: {rule}"
 
 
-def _of_section(
+def _blame_section(
     key: tuple[str, ...], text: str, data: Mapping[str, Any], root: type
 ) -> tuple[tuple[str, ...], str]:
     """The same for what a section says of itself: of one of its keys, if it begins with that."""

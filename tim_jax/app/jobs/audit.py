@@ -79,7 +79,7 @@ def audit_model(
     results = []
     cases = auditing.standard_cases(config, sizes, quick=quick)
     single = auditing.audit(params, config, numerics=numerics, sizes=sizes, cases=cases)
-    both = itertools.chain(single, _placed(it, quick))
+    both = itertools.chain(single, _audit_placements(it, quick))
     controls = len({one.compute_dtype for one in numerics if one.family != "native"})
     total = len(numerics) * len(cases) + controls if jax.device_count() == 1 else None
     said = ""
@@ -90,7 +90,7 @@ def audit_model(
             print(said)
         done = "control" if result.control else f"{result.unequal_tokens} unequal"
         print(f"  {result.name}: {result.compared_tokens} tokens, {done}", flush=True)
-    gradients = _gradients(numerics)
+    gradients = _check_gradients(numerics)
     summary = auditing.summarise(results, model=source, kernels=used, gradients=gradients)
     Console().print(auditing.table(results))
     for name, kernels in used.items():
@@ -99,7 +99,7 @@ def audit_model(
     return auditing.to_json(summary), summary.passed
 
 
-def _gradients(numerics: Sequence[Numerics]) -> list[GradientResult]:
+def _check_gradients(numerics: Sequence[Numerics]) -> list[GradientResult]:
     """The gradients that the compiler makes, in each dtype that is audited."""
     each = dict.fromkeys(map(auditing.of_backward, numerics))
     checked = map(auditing.check_gradients, each)
@@ -129,7 +129,7 @@ def _numerics(it: _Audited, *, column_tiles: int = 1, fixed: bool = False) -> li
     return numerics
 
 
-def _placed(it: _Audited, quick: bool) -> Iterator[CaseResult]:
+def _audit_placements(it: _Audited, quick: bool) -> Iterator[CaseResult]:
     """Placements over the devices at hand; if `quick`, over as many of them as any takes.
 
     A tensor axis needs numerics with column tiles.
@@ -206,7 +206,7 @@ def make_bench(source: str, *, prompts: int, samples: int, dtype: str | None = N
         if value < 1:
             raise InputError(f"--{name} must be at least 1, got {value}")
     if (Path(source) / "config.toml").is_file():
-        return _of_run(source, prompts=prompts, samples=samples, dtype=dtype)
+        return _make_bench_of_run(source, prompts=prompts, samples=samples, dtype=dtype)
     config, params = named_model(source, dtype)
     dtype = dtype or "float32"
     sizes = replace(Sizes.fitting(config), prompts=prompts, samples=samples)
@@ -235,7 +235,7 @@ def _check_tokens(prompts: int, samples: int, length: int) -> None:
         )
 
 
-def _of_run(source: str, *, prompts: int, samples: int, dtype: str | None) -> Bench:
+def _make_bench_of_run(source: str, *, prompts: int, samples: int, dtype: str | None) -> Bench:
     changes = [f"numerics.dtype={dtype}"] if dtype else []
     config = toml.load(Path(source) / "config.toml", changes)
     sampling = config.sampling
@@ -253,11 +253,11 @@ def _of_run(source: str, *, prompts: int, samples: int, dtype: str | None) -> Be
     steps = checkpoints.list_steps(Path(source) / "checkpoints")
     if not steps:
         raise InputError(f"audit: the run {source} has no checkpoint yet")
-    older = partial(_checkpoint, source, config, model, steps)
+    older = partial(_read_older, source, config, model, steps)
     return Bench(source, execution, older(0), chosen, samples, older, config.seed)
 
 
-def _checkpoint(
+def _read_older(
     source: str, config: RunConfig, model: sources.Model, steps: Sequence[int], updates: int
 ):
     """Parameters of the checkpoint that is `updates` updates older than the newest."""
@@ -321,7 +321,7 @@ def report(bench: Bench, arms: Sequence[ablation.Arm]) -> Result:
     )
     for one in waiting.each(measured, doing, about=waiting.COMPILES, total=len(arms)):
         results.append(one)
-        print(_line(one), flush=True)
+        print(_describe_arm(one), flush=True)
     sampling = bench.execution.sampling
     about = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
     about = {"learner": describe(bench.execution.numerics), **about}
@@ -332,7 +332,7 @@ def report(bench: Bench, arms: Sequence[ablation.Arm]) -> Result:
     return Result(record, ablation.to_json(record), ablation.to_markdown(record), exact)
 
 
-def _line(result: ablation.ArmResult) -> str:
+def _describe_arm(result: ablation.ArmResult) -> str:
     values = result.metrics
     return (
         f"{result.case}\n  {int(values['tokens']):,} tokens, {int(values['unequal_tokens']):,}"

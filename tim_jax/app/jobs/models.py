@@ -45,10 +45,10 @@ def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, fl
         )
         config = config.model_copy(update={"model": section, "lora": None})
     with planning.explaining_memory(partial(planning.less_memory, config)):
-        return _evaluated(config, of_run=model is None)
+        return _evaluate(config, of_run=model is None)
 
 
-def _evaluated(config: RunConfig, *, of_run: bool) -> dict[str, float]:
+def _evaluate(config: RunConfig, *, of_run: bool) -> dict[str, float]:
     planning.check_evaluation(config)
     job = assemble(config, training=False)
     try:

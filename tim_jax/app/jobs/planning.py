@@ -262,13 +262,13 @@ def explaining_memory(ways: Callable[[], Ways]) -> Iterator[None]:
                 f' {jax.devices()[0].device_kind} has; family "tiles" works there, slowly'
             ) from error
         doing, found = waiting.task_of(error), ways()
-        said = [f"while {doing}" if doing else "", _asked(str(error))]
+        said = [f"while {doing}" if doing else "", _how_much(str(error))]
         what = ": ".join(filter(None, said)) or "on a device"
         helps = ", ".join(found.get(doing or "", found[""]))
         raise OutOfMemoryError(f"{what}; each of these needs less: {helps}") from error
 
 
-def _asked(message: str) -> str:
+def _how_much(message: str) -> str:
     """How much was asked for, as far as the message says."""
     if found := _BYTES.search(message):
         return f"{int(found[1]) / 1e9:.2f} GB could not be allocated"
@@ -301,7 +301,7 @@ def less_memory(config: RunConfig) -> Ways:
     If the run has checkpoints, those come first with which it goes on; the others need another
     folder, and say so.
     """
-    values = _less(config)
+    values = _what_needs_less(config)
     kept = checkpoints.list_steps(Path(config.run.folder) / "checkpoints")
     free = [f"{key}." for key in config.may_change()]
 
@@ -315,7 +315,7 @@ def less_memory(config: RunConfig) -> Ways:
     return {stage: tuple(map(shown, sorted(keys, key=bound)[:3])) for stage, keys in there.items()}
 
 
-def _less(config: RunConfig) -> dict[str, str]:
+def _what_needs_less(config: RunConfig) -> dict[str, str]:
     """Key -> what would be less. Episodes that wait for replies keep their keys and values."""
     learner, sampler, sampling = config.learner, config.sampler, config.sampling
     padded, turns = learner.micro_batch_tokens is None, sampling.max_turns is not None

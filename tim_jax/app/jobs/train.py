@@ -283,13 +283,13 @@ def begun(job: Job, run: Run) -> tuple[Job, Start]:
             **checkpoints.prompts_mark(job.text, train),
         }
         placement.agree(json.dumps(mark), "its model, its dataset, its prompts or its base weights")
-        kept = run.restore(jax.tree.map(_shape, _first(job)), mark)
-        contents, step = (_first(job), -1) if kept is None else (kept.state, kept.step)
+        kept = run.restore(jax.tree.map(_shape_of, _make_contents(job)), mark)
+        contents, step = (_make_contents(job), -1) if kept is None else (kept.state, kept.step)
         if placement.leads():
             drawing = job.programs.training.sampler.mismatch.numerics(job.execution.numerics)
             assembly.write_numerics(run.folder / "numerics.json", job.execution, drawing)
         base = None if base is None else job.programs.place(base)
-        notes = [*job.task.notes, *_resumed(run, kept), *_described(job)]
+        notes = [*job.task.notes, *_describe_resumption(run, kept), *_describe_run(job)]
     except BaseException:
         job.task.close()
         raise
@@ -297,14 +297,14 @@ def begun(job: Job, run: Run) -> tuple[Job, Start]:
     return replace(job, model=replace(job.model, params=None)), start
 
 
-def _shape(x: Any) -> Any:
+def _shape_of(x: Any) -> Any:
     """That of an array, so that a state is not on the devices twice while one is read."""
     if not isinstance(x, jax.Array):
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def _resumed(run: Run, kept: checkpoints.Restored | None) -> list[str]:
+def _describe_resumption(run: Run, kept: checkpoints.Restored | None) -> list[str]:
     """Lines about a checkpoint that the run goes on from, if it does."""
     if kept is None:
         return []
@@ -314,7 +314,7 @@ def _resumed(run: Run, kept: checkpoints.Restored | None) -> list[str]:
 
 
 @waiting.during("putting the model on the devices", about=waiting.COMPILES)
-def _first(job: Job) -> checkpoints.State:
+def _make_contents(job: Job) -> checkpoints.State:
     """The contents of the checkpoint of a run that has not begun."""
     built, params = job.programs, job.model.params
     state = built.init(adapters.split(params)[0])
@@ -324,7 +324,7 @@ def _first(job: Job) -> checkpoints.State:
     return folders.saved(state, reference, tuple(history))
 
 
-def _described(job: Job) -> list[str]:
+def _describe_run(job: Job) -> list[str]:
     """Lines about what is ignored, what is trained, and how the sampler differs."""
     sampler = job.programs.training.sampler
     lines = mismatch.describe(sampler.mismatch, job.execution.numerics)
@@ -356,7 +356,7 @@ def follow(job: Job, run: Run, before: Start) -> None:
         writer = loggers.Tee((run.metrics, more))
         if start < 0:
             if config.warmup.steps:
-                after = _warmed(job, state.params, display, preemption)
+                after = _start_warm(job, state.params, display, preemption)
                 state = job.programs.init(after)
             _first_evaluation(job, state, base, writer, display)
             # The next update takes the parameters' buffers, so the reference needs its own.
@@ -374,7 +374,7 @@ def follow(job: Job, run: Run, before: Start) -> None:
             _record(job, step, run, writer, display)
             teaching.add(step, display)
             asked = placement.any_of(preemption.asked)
-            if asked or _due(step.number, config.run.checkpoint_every, config.steps):
+            if asked or _is_due(step.number, config.run.checkpoint_every, config.steps):
                 before.save(run, step.number, state, reference, step.history)
             _end_if(asked, step.number, config.steps)
         teaching.sum_up(display)
@@ -432,7 +432,7 @@ def _record(job: Job, step: Step, run: Run, writer: loggers.Tee, display: Displa
     """Writes and shows one step, with an evaluation where one is due."""
     config, metrics = job.config, dict(step.metrics)
     chosen: list[Sample] = []
-    if job.evaluate is not None and _due(step.number, config.eval.every, config.steps):
+    if job.evaluate is not None and _is_due(step.number, config.eval.every, config.steps):
         scores, chosen = job.evaluate(step.weights)
         metrics |= {f"eval/{name}": value for name, value in scores.items()}
     run.timing.write(step.number, step.timing)
@@ -449,7 +449,7 @@ def _record(job: Job, step: Step, run: Run, writer: loggers.Tee, display: Displa
         display.completions(chosen[:SHOWN], title=f"held-out completions after step {step.number}")
 
 
-def _due(step: int, every: int, last: int) -> bool:
+def _is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
@@ -464,7 +464,7 @@ def _export(job: Job, state: TrainState, base: Any, folder: Path, display: Displ
     display.note(f"final model, as transformers loads it: {final}")
 
 
-def _warmed(job: Job, before: Any, display: Display, preemption: Preemption) -> Any:
+def _start_warm(job: Job, before: Any, display: Display, preemption: Preemption) -> Any:
     """The parameters after the warm start from these.
 
     Raises:

@@ -310,7 +310,7 @@ def make_optimizer(
 
 def make_learning(config: RunConfig) -> Learning:
     """Returns how rollouts become gradients: objective, mode, corrections, micro-batches."""
-    own = _shared(config.learner, Learning) | {
+    own = _shared_keys(config.learner, Learning) | {
         "objective": config.objective,
         "samples": config.sampling.samples,
         "correction": corrections.build(config.learner.corrections),
@@ -318,7 +318,7 @@ def make_learning(config: RunConfig) -> Learning:
     return Learning(**own)
 
 
-def _shared(section: Section, kind: type) -> dict[str, Any]:
+def _shared_keys(section: Section, kind: type) -> dict[str, Any]:
     """The keys of a section that are fields of the dataclass `kind` by the same name."""
     names = [field.name for field in fields(kind) if field.name in type(section).model_fields]
     return {name: getattr(section, name) for name in names}
@@ -332,7 +332,7 @@ def make_training(config: RunConfig, execution: Execution) -> Training:
         execution=execution,
         learning=make_learning(config),
         optimizer=make_optimizer(config.optimizer, steps=config.updates, max_tokens=longest),
-        **_shared(section, Training),
+        **_shared_keys(section, Training),
         turns=config.turns,
         sampler=Sampler(
             placement=placement,

@@ -34,7 +34,7 @@ def training_chart(metrics: str | os.PathLike[str], image: str | os.PathLike[str
         raise InputError(f"{metrics} holds no step yet; there is nothing to draw")
     figure = Figure(figsize=(9.0, 7.6), dpi=150, layout="constrained", facecolor="white")
     run = Path(metrics).resolve().parent.name
-    _head(figure, run, size=14)
+    _write_title(figure, run, size=14)
     sign(figure, f"tim-jax train, run {run}")
     reward, length, exact = figure.subplots(3, 1, sharex=True, height_ratios=(4, 3, 2))
     _draw_reward(reward, records)
@@ -45,10 +45,10 @@ def training_chart(metrics: str | os.PathLike[str], image: str | os.PathLike[str
     figure.align_ylabels()
     exact.set_xlabel("training step")
     exact.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return _saved(figure, image)
+    return _save(figure, image)
 
 
-def _saved(figure: Figure, image: str | os.PathLike[str]) -> Path:
+def _save(figure: Figure, image: str | os.PathLike[str]) -> Path:
     path, data = Path(image), io.BytesIO()
     try:
         figure.savefig(data, format=path.suffix.removeprefix(".") or None)
@@ -59,7 +59,7 @@ def _saved(figure: Figure, image: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _head(figure: Figure, title: str, *, size: float) -> None:
+def _write_title(figure: Figure, title: str, *, size: float) -> None:
     # Names of folders stand in it, where a "$" begins no formula.
     figure.suptitle(title, fontsize=size, color=_INK, parse_math=False)
 
@@ -188,22 +188,22 @@ def source_chart(
         raise InputError("no sampler differs from the learner; there is nothing to draw")
     height = max(6.4, 2.2 + 0.27 * len(cases))
     figure = Figure(figsize=(12.5, height), dpi=130, layout="constrained", facecolor="white")
-    _head(figure, title or f"Mismatch by source: {record['model']}", size=13)
+    _write_title(figure, title or f"Mismatch by source: {record['model']}", size=13)
     halves: Any = figure.subfigures(1, 2, width_ratios=(3, 2))
     left, right = halves
-    _bars(left.subplots(), cases, len(record["cases"]) - len(cases))
-    shown = _spread(cases)
+    _draw_bars(left.subplots(), cases, len(record["cases"]) - len(cases))
+    shown = _pick_spread(cases)
     panels = right.subplots(len(_PANELS), 1)
     for axes, (name, unit) in zip(panels, _PANELS.items(), strict=True):
-        _lines(axes, shown, name)
+        _draw_lines(axes, shown, name)
         axes.set_xlabel(unit, fontsize=8)
     # Above the panels, where no line can be.
     panels[0].legend(frameon=False, fontsize=7, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     sign(figure, command, jax=record["jax"])
-    return _saved(figure, image)
+    return _save(figure, image)
 
 
-def _bars(axes: Axes, cases: Sequence[Mapping[str, Any]], zeros: int) -> None:
+def _draw_bars(axes: Axes, cases: Sequence[Mapping[str, Any]], zeros: int) -> None:
     """Mean |d| as bars, the largest |d| as points, the largest mean at the top."""
     ordered = sorted(cases, key=lambda case: case["metrics"]["log_ratio_abs_mean"])
     places = range(len(ordered))
@@ -224,7 +224,7 @@ def _bars(axes: Axes, cases: Sequence[Mapping[str, Any]], zeros: int) -> None:
     _style(axes, "x")
 
 
-def _spread(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _pick_spread(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """A few cases from the largest mismatch to the smallest."""
     ordered = sorted(cases, key=lambda case: -case["metrics"]["log_ratio_abs_mean"])
     if len(ordered) <= _LINES:
@@ -232,7 +232,7 @@ def _spread(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [ordered[i * (len(ordered) - 1) // (_LINES - 1)] for i in range(_LINES)]
 
 
-def _lines(axes: Axes, cases: Sequence[Mapping[str, Any]], profile: str) -> None:
+def _draw_lines(axes: Axes, cases: Sequence[Mapping[str, Any]], profile: str) -> None:
     for index, case in enumerate(cases):
         bins = [b for b in case["profiles"][profile] if b[2] and b[3] > 0]
         middles = [(b[0] + b[1]) / 2 for b in bins]

@@ -121,7 +121,7 @@ class Checkpoints:
             "format": _FORMAT,
             "step": int(step),
             "extra": json.loads(json.dumps(extra, allow_nan=False)),
-            "leaves": {name: _describe(item) for name, item in state.items()},
+            "leaves": {name: _describe_leaves(item) for name, item in state.items()},
         }
         items = {name: ocp.args.StandardSave({"tree": item}) for name, item in state.items()}
         try:
@@ -304,7 +304,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         if sealed["crc32"] != zlib.crc32(_canonical(body)) or body["format"] != _FORMAT:
             raise _Damage("manifest.json was changed")
     except OSError as error:
-        raise _unread(path, "manifest.json", error) from error
+        raise _error_of_reading(path, "manifest.json", error) from error
     except (ValueError, KeyError, TypeError) as error:
         raise _Damage("manifest.json is cut short or not ours") from error
     return body
@@ -319,10 +319,10 @@ def _verify_files(path: Path, files: Mapping[str, tuple[int, int]]) -> None:
             if _crc(path / name) != crc:
                 raise _Damage(f"{name} was changed (checksum differs)")
         except OSError as error:
-            raise _unread(path, name, error) from error
+            raise _error_of_reading(path, name, error) from error
 
 
-def _unread(path: Path, name: str, error: OSError) -> Exception:
+def _error_of_reading(path: Path, name: str, error: OSError) -> Exception:
     """What is raised of a file that cannot be read: only one that is gone or broken is damage."""
     if error.errno in _BROKEN:
         return _Damage(f"{name}: {error.strerror}")
@@ -333,7 +333,7 @@ def _check_fit(path: Path, like: State, saved: Mapping[str, Mapping[str, str]]) 
     for item, tree in like.items():
         if item not in saved:
             raise InputError(f"checkpoint {path} holds no {item!r}; it has {sorted(saved)}")
-        wanted, present = _describe(tree), saved[item]
+        wanted, present = _describe_leaves(tree), saved[item]
         for leaf in sorted({*wanted, *present}):
             here, there = wanted.get(leaf, "absent"), present.get(leaf, "absent")
             if here != there:
@@ -353,7 +353,7 @@ def _read(
 
 def _read_state(path: Path, like: State) -> dict[str, Any]:
     targets = {
-        name: ocp.args.StandardRestore({"tree": jax.tree.map(_target, tree)})
+        name: ocp.args.StandardRestore({"tree": jax.tree.map(_make_target, tree)})
         for name, tree in like.items()
     }
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
@@ -374,20 +374,20 @@ def _not_reraised(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 
-def _target(leaf: Any) -> Any:
+def _make_target(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _describe(tree: Any) -> dict[str, str]:
+def _describe_leaves(tree: Any) -> dict[str, str]:
     """Leaf path -> dtype and shape, as text."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path): _kind(leaf) for path, leaf in leaves}
+    return {jax.tree_util.keystr(path): _describe_leaf(leaf) for path, leaf in leaves}
 
 
-def _kind(leaf: Any) -> str:
+def _describe_leaf(leaf: Any) -> str:
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
         return type(leaf).__name__
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
@@ -478,12 +478,12 @@ def check_marks(restored: Restored, marks: Marks, folder: str | os.PathLike[str]
       InputError: the base, the adapters' alpha, the model's config, the end tokens, the rows or the
         prompts are others.
     """
-    changed = next(_changed(restored.extra, marks, f"step {restored.step}"), None)
+    changed = next(_list_changes(restored.extra, marks, f"step {restored.step}"), None)
     if changed is not None:
         raise InputError(f"{folder}: {changed}")
 
 
-def _changed(before: Marks, now: Marks, step: str) -> Iterator[str]:
+def _list_changes(before: Marks, now: Marks, step: str) -> Iterator[str]:
     """What is another than at a step. What another version did not have is not compared."""
     way_out = "restore it, or train in another run.folder"
 

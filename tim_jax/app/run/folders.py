@@ -262,7 +262,7 @@ def open_run(
         _check_shared(folder)
 
     def lock_and_open() -> bool:
-        opened.append(_locked(folder, config, tuple(may_change), keep=keep))
+        opened.append(_open_locked(folder, config, tuple(may_change), keep=keep))
         return opened[0].resumed
 
     resumed = placement.led(lock_and_open)
@@ -287,7 +287,7 @@ def _check_shared(folder: Path) -> None:
 
     name, of_leader = placement.led(left)
     try:
-        seen = placement.texts("" if _appears(folder / name) else str(folder.absolute()))
+        seen = placement.texts("" if _wait_for(folder / name) else str(folder.absolute()))
     finally:
         if placement.leads():
             (folder / name).unlink(missing_ok=True)
@@ -299,7 +299,7 @@ def _check_shared(folder: Path) -> None:
         )
 
 
-def _appears(path: Path) -> bool:
+def _wait_for(path: Path) -> bool:
     """Whether a file is there, or soon: another machine's write may take some seconds to show."""
     until = time.monotonic() + _APPEARS
     while not path.exists():
@@ -313,7 +313,7 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def _locked(folder: Path, config: str, may_change: tuple[str, ...], *, keep: int) -> Run:
+def _open_locked(folder: Path, config: str, may_change: tuple[str, ...], *, keep: int) -> Run:
     new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)

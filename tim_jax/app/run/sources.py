@@ -141,7 +141,7 @@ def make_task(config: RunConfig) -> Task:
     """Returns the task of a config, with the user's own environment or reward if it names one."""
     section = config.task
     if section.environment is None:
-        return _graded(config, section)
+        return _make_graded(config)
     environment = Guarded(
         section.environment,
         seconds=section.environment_time_limit,
@@ -149,18 +149,19 @@ def make_task(config: RunConfig) -> Task:
         memory=section.environment_memory,
     )
     try:
-        return replace(_graded(config, section), environment=environment)
+        return replace(_make_graded(config), environment=environment)
     except BaseException:
         environment.close()
         raise
 
 
-def _graded(config: RunConfig, section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Task:
+def _make_graded(config: RunConfig) -> Task:
+    section = config.task
     if section.kind == "dataset":
         source = part(DatasetSource, section)
         if section.environment is not None:
             return dataset_task(source, in_turns, state_text)
-        return dataset_task(source, _reward(section) or MathGrader(Limits(section.time_limit)))
+        return dataset_task(source, _load_reward(section) or MathGrader(Limits(section.time_limit)))
     if section.kind == "builtin":
         task = builtin.builtin_task(section.name, {"seed": config.seed, **section.parameters})
     elif section.kind == "gym":
@@ -177,7 +178,7 @@ def _graded(config: RunConfig, section: BuiltinTask | GymTask | DatasetTask | Cu
     else:
         limit = section.reward_time_limit
         task = custom.isolated_task(section.factory, section.parameters, seconds=limit)
-    grade = _reward(section)
+    grade = _load_reward(section)
     return replace(task, grade=grade) if grade else task
 
 
@@ -189,7 +190,7 @@ def worked_solutions(
     return builtin.supervised(task, quality, seed=config.seed, start=start, count=count)
 
 
-def _reward(section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Grader | None:
+def _load_reward(section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Grader | None:
     if section.reward is None:
         return None
     if section.reward_in_process:
@@ -287,7 +288,7 @@ def final_model(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
             )
         return source
     step = final_step(run)
-    if _left_behind(run, step, steps):
+    if _is_left_behind(run, step, steps):
         of = "an earlier end" if step is None else f"step {step}"
         raise InputError(
             f"the run {str(source)!r} went on to step {steps[-1]}, its final model is of {of};"
@@ -296,7 +297,7 @@ def final_model(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return model
 
 
-def _left_behind(run: Path, step: int | None, steps: Sequence[int]) -> bool:
+def _is_left_behind(run: Path, step: int | None, steps: Sequence[int]) -> bool:
     """Whether a run has a checkpoint that is newer than its final model."""
     if step is not None:
         return step < max(steps, default=step)
