@@ -138,7 +138,6 @@ def _environment(
 def evaluator(job: Job) -> Callable[[Any], tuple[dict[str, float], list[Sample]]]:
     """(weights) -> metrics and samples of the held-out problems, as `config.eval` asks for."""
     config, execution, section = job.config, job.execution, job.config.eval
-    task, text, environment = job.task, job.text, job.environment  # the job has weights too
     batch, batching = assembly.batch_evaluation(config, execution.placement)
     sampling = replace(execution.sampling, temperature=section.temperature, top_k=0, top_p=1.0)
     own = replace(execution, sampling=sampling)
@@ -147,23 +146,19 @@ def evaluator(job: Job) -> Callable[[Any], tuple[dict[str, float], list[Sample]]
         sample = episodes.build(own, turns=turns, **how)
     else:
         sample = programs.sampling_program(own, **how)
-
-    def run(weights) -> tuple[dict[str, float], list[Sample]]:
-        return loop.evaluate(
-            weights,
-            task,
-            text,
-            sample=sample,
-            environment=environment,
-            key=drawing.step_key(config.seed, _EVAL_KEY),
-            prompts=section.prompts,
-            samples=section.samples,
-            batch=batch,
-            ks=section.k,
-            solved=section.solved,
-        )
-
-    return run
+    return partial(
+        loop.evaluate,
+        task=job.task,
+        text=job.text,
+        sample=sample,
+        environment=job.environment,
+        key=drawing.step_key(config.seed, _EVAL_KEY),
+        prompts=section.prompts,
+        samples=section.samples,
+        batch=batch,
+        ks=section.k,
+        solved=section.solved,
+    )
 
 
 def train_run(config: RunConfig) -> Path:
