@@ -240,7 +240,7 @@ def test_placements_whose_column_tiles_no_kernel_takes_are_left_out_aloud(monkey
     monkeypatch.setattr(auditing, "audit", audited)
     sizes = Sizes.fitting(config)
     asked = audit_job._Audited(NO_PARAMS, config, sizes, "pallas_tpu", True, ("float32",), False)
-    assert list(audit_job._placed(asked, False)) == []
+    assert list(audit_job._audit_placements(asked, False)) == []
     assert compared
     assert not any("tensor" in name for name in compared)
     said = capsys.readouterr().out
@@ -258,7 +258,7 @@ def test_placements_are_audited_as_far_as_devices_are_a_power_of_two(
     monkeypatch.setattr(audit_job, "_numerics", lambda *_, **__: [])
     monkeypatch.setattr(auditing, "audit", lambda *_, **options: given.append(options) or iter(()))
     asked = audit_job._Audited(NO_PARAMS, config, Sizes(), "tiles", False, ("float32",), False)
-    assert list(audit_job._placed(asked, True)) == []
+    assert list(audit_job._audit_placements(asked, True)) == []
     assert {options["sizes"].prompts for options in given} == {prompts}
     tried = [case.against.placement for one in given for case in one["cases"][:2]]
     assert {where.devices for where in tried} == {most}
