@@ -198,6 +198,10 @@ TRAIN = {
     "top-k": ("sampling.top_k=23", "top_k must be at most the vocabulary's 22 tokens"),
     "stop token": ("sampling.stop_tokens=[22]", "22 is outside the model's vocabulary of 22"),
     "length": ("sampling.max_tokens=25", "more than the model's 32 positions"),
+    "episode": (
+        "sampling={max_prompt_length=8, max_tokens=8, max_turns=2, max_episode_tokens=25}",
+        "sampling.max_episode_tokens: 25 after a prompt of 8 is 33 tokens, more than the model's",
+    ),
     "prompt": ("task.parameters={digits=[20,20]}", "are allowed"),
 }
 

@@ -851,7 +851,6 @@ BAD_CONFIGS = {
     "unknown key": (["sampling.temprature=1.0"], "did you mean 'temperature'"),
     "task parameter": (["task.parameters.digit=3"], "did you mean 'digits'"),
     "task too small": (["task.parameters={digits=[1,1]}"], "eval_size=256"),
-    "stop token": (["sampling.stop_tokens=[99]"], "outside the model's vocabulary of 22"),
     "no reward module": (["task.reward=nowhere:f"], "importing nowhere raised ModuleNotFoundError"),
     "no reward function": (["task.reward=cli_rewards:by_lenght"], "did you mean 'by_length'"),
     "reward as a file": (["task.reward=cli_rewards.py:f"], "module"),
@@ -871,10 +870,6 @@ BAD_CONFIGS = {
         ["task={kind='custom', factory='cli_rewards:empty'}", "warmup.steps=0"],
         "task mine has no prompts to train on",
     ),
-    "prompt too long": (
-        ["sampling.max_prompt_length=3", "warmup.steps=0"],
-        "at most 3 are allowed",
-    ),
     "demonstration too long": (["sampling.max_tokens=5"], "max_tokens = 5"),
 }
 
@@ -884,15 +879,6 @@ def test_a_config_that_is_not_right(kind, call, folder):
     overrides, words = BAD_CONFIGS[kind]
     name = f"run.folder=config-{kind.replace(' ', '-')}"
     assert words in refused(call, "train", "tiny.toml", name, *overrides)
-
-
-def test_too_many_tokens_for_a_checkpoints_positions(checkpoint, call):
-    arguments = ("train", "tiny.toml", "run.folder=positions", f"model={{path='{checkpoint}'}}")
-    err = refused(call, *arguments, "sampling.max_tokens=17")
-    assert "sampling.max_tokens: 17 after a prompt of 8 is 25 tokens" in err
-    assert "24 positions" in err
-    err = refused(call, *arguments, "sampling.max_turns=2", "sampling.max_episode_tokens=17")
-    assert "sampling.max_episode_tokens: 17 after a prompt of 8 is 25 tokens" in err
 
 
 DATASETS = {
@@ -1054,22 +1040,6 @@ def test_a_dated_run_from_before_its_day_was_kept_is_refused(folder):
         else:
             with pytest.raises(InputError, match=r"run: the chat template prints the date"):
                 checkpoints.check_marks(before, mark, "run")
-
-
-@pytest.mark.parametrize("text", [b"steps = [", b'a = "\xe4"'])
-def test_a_run_whose_config_is_damaged(text, call, folder):
-    run = folder / f"damaged-config-{len(text)}"
-    (run / "checkpoints" / "3").mkdir(parents=True)
-    (run / "config.toml").write_bytes(text)
-    for command in (("export", run, "of-damaged"), ("train", "tiny.toml", f"run.folder={run}")):
-        assert f"{run / 'config.toml'} is damaged: " in refused(call, *command)
-
-
-def test_a_folder_of_something_else_is_left_alone(call, folder):
-    (folder / "mine").mkdir()
-    (folder / "mine" / "letter.txt").write_text("dear")
-    assert "letter.txt" in refused(call, "train", "tiny.toml", "run.folder=mine")
-    assert [p.name for p in (folder / "mine").iterdir() if p.name[0] != "."] == ["letter.txt"]
 
 
 def test_audit_of_nothing_known(call):

@@ -540,6 +540,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(InputError, match=r"holds no run \(no config.toml, but thesis.tex\)"):
         folders.open_run(tmp_path, CONFIG)
+    assert [path.name for path in tmp_path.iterdir() if path.name[0] != "."] == ["thesis.tex"]
     with pytest.raises(InputError, match="holds no run: cannot read"):
         folders.read_config(tmp_path)
     with pytest.raises(InputError, match=r"cannot use the run folder .*thesis\.tex"):
