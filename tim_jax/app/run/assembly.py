@@ -4,17 +4,16 @@ Its numerics are the family of kernels, tiles that fit the model, and what was m
 """
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import optax
 
 from tim_jax import corrections, mismatch, optimizers
 from tim_jax.app.config.run import Optimizer, RunConfig
-from tim_jax.app.config.sections import Section, part
+from tim_jax.app.config.sections import part
 from tim_jax.app.run.sources import Model
 from tim_jax.common.errors import InputError, writing
 from tim_jax.kernels import pallas
@@ -310,36 +309,32 @@ def make_optimizer(
 
 def make_learning(config: RunConfig) -> Learning:
     """Returns how rollouts become gradients: objective, mode, corrections, micro-batches."""
-    own = _shared_keys(config.learner, Learning) | {
-        "objective": config.objective,
-        "samples": config.sampling.samples,
-        "correction": corrections.build(config.learner.corrections),
-    }
-    return Learning(**own)
-
-
-def _shared_keys(section: Section, kind: type) -> dict[str, Any]:
-    """The keys of a section that are fields of the dataclass `kind` by the same name."""
-    names = [field.name for field in fields(kind) if field.name in type(section).model_fields]
-    return {name: getattr(section, name) for name in names}
+    return part(
+        Learning,
+        config.learner,
+        objective=config.objective,
+        samples=config.sampling.samples,
+        correction=corrections.build(config.learner.corrections),
+    )
 
 
 def make_training(config: RunConfig, execution: Execution) -> Training:
     """Returns the run of a config, as one value, by the policy of `make_execution`."""
-    section, where, longest = config.learner, config.placement, config.sampling.longest
-    placement = None if where.for_sampler == execution.placement else where.for_sampler
-    return Training(
+    where, longest = config.placement, config.sampling.longest
+    sampler = part(
+        Sampler,
+        config.sampler,
+        placement=None if where.for_sampler == execution.placement else where.for_sampler,
+        own_devices=where.split,
+        mismatch=config.sampler.own_dial,
+    )
+    return part(
+        Training,
+        config.learner,
         execution=execution,
         learning=make_learning(config),
         optimizer=make_optimizer(config.optimizer, steps=config.updates, max_tokens=longest),
-        **_shared_keys(section, Training),
         turns=config.turns,
-        sampler=Sampler(
-            placement=placement,
-            own_devices=where.split,
-            batching=config.sampler.batching,
-            mismatch=config.sampler.own_dial,
-            max_staleness=config.sampler.max_staleness,
-        ),
+        sampler=sampler,
         exact=config.exact == "required",
     )
