@@ -214,17 +214,19 @@ class TestBeforeWeights:
         (folder / "model.safetensors").write_bytes(b"no weights")
         monkeypatch.setattr(fitting, "calibrate", lambda *_, **__: pytest.fail("measured"))
 
+    def refused(self, words, capsys, *arguments):
+        assert cli.main([*map(str, arguments)]) == 2
+        err = capsys.readouterr().err
+        assert words in err
+        assert err.count("\n") == 1
+
     @pytest.mark.parametrize("what", GENERATE)
     def test_generate(self, what, folder, capsys, monkeypatch):
         options, words = GENERATE[what]
         prompts = ["12>", WRONG_PROMPTS[what]] if what in WRONG_PROMPTS else ["12>"]
         if what == "nothing":  # the first step that may read
             monkeypatch.setattr(fitting, "calibrate", lambda config, numerics, **_: numerics)
-        arguments = ["generate", str(folder), *prompts, "--max-tokens", "8", *options]
-        assert cli.main(arguments) == 2
-        err = capsys.readouterr().err
-        assert words in err
-        assert err.count("\n") == 1
+        self.refused(words, capsys, "generate", folder, *prompts, "--max-tokens", 8, *options)
 
     @pytest.mark.parametrize("what", TRAIN)
     def test_train(self, what, folder, capsys, tmp_path):
@@ -235,10 +237,7 @@ class TestBeforeWeights:
             + tiny.RUN.partition("[sampling]")[2]
         )
         run = f"run.folder={tmp_path / 'run'}"
-        assert cli.main(["train", str(tmp_path / "run.toml"), run, change]) == 2
-        err = capsys.readouterr().err
-        assert words in err
-        assert err.count("\n") == 1
+        self.refused(words, capsys, "train", tmp_path / "run.toml", run, change)
 
 
 class Soon:
