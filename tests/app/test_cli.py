@@ -756,16 +756,20 @@ def test_a_mistake_found_before_the_first_checkpoint_can_be_mended_in_place(call
 # Bad input
 
 
+def save_model(folder, template=None):
+    """A model as the config has it, whose chat template, if any, may print the day."""
+    tokenizer = character_tokenizer(builtin.ALPHABET)
+    tokenizer.chat_template = template
+    architecture = toml.load("tiny.toml").model.architecture
+    assert architecture is not None
+    model = sources.random_model(architecture, seed=0)
+    return hf.save(folder, model.params, model.config, tokenizer=tokenizer)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(folder):
     """A model folder that is whole, in a folder of models, whose names are no run's."""
-    tokenizer = character_tokenizer(builtin.ALPHABET)
-    config = toml.load("tiny.toml")
-    assert config.model.architecture is not None
-    model = sources.random_model(config.model.architecture, seed=0)
-    return hf.save(
-        folder / "models" / "whole", jax.device_get(model.params), model.config, tokenizer=tokenizer
-    )
+    return save_model(folder / "models" / "whole")
 
 
 def refused(call, *arguments):
@@ -846,14 +850,10 @@ def test_a_model_folder_that_is_not_right(kind, checkpoint, folder, call):
     assert not (run / "metrics.jsonl").exists() or not metrics_of(run)
 
 
-# What a config alone shows is in config/test_run.py.
+# What a config, a reward or a built-in task alone shows is in their own tests.
 BAD_CONFIGS = {
     "unknown key": (["sampling.temprature=1.0"], "did you mean 'temperature'"),
-    "task parameter": (["task.parameters.digit=3"], "did you mean 'digits'"),
     "task too small": (["task.parameters={digits=[1,1]}"], "eval_size=256"),
-    "no reward module": (["task.reward=nowhere:f"], "importing nowhere raised ModuleNotFoundError"),
-    "no reward function": (["task.reward=cli_rewards:by_lenght"], "did you mean 'by_length'"),
-    "reward as a file": (["task.reward=cli_rewards.py:f"], "module"),
     "no task function": (
         ["task={kind='custom', factory='cli_rewards:make'}", "warmup.steps=0"],
         "no 'make'",
@@ -870,7 +870,6 @@ BAD_CONFIGS = {
         ["task={kind='custom', factory='cli_rewards:empty'}", "warmup.steps=0"],
         "task mine has no prompts to train on",
     ),
-    "demonstration too long": (["sampling.max_tokens=5"], "max_tokens = 5"),
 }
 
 
@@ -947,25 +946,6 @@ def test_a_run_that_holds_nothing_out_is_measured_on_what_it_trains_on(call, fol
     assert drawn.lengths.tolist() == [4, 4, 4]  # a number of one digit, "+1="
 
 
-@pytest.mark.slow
-def test_a_run_does_not_go_on_with_other_rows(call, folder):
-    """Another number of rows would draw them in another order from the resumed step on."""
-    path = sums(folder / "other.jsonl")
-    task = f"task={{kind='dataset', path='{path}', reward='cli_rewards:by_length', eval_share=0.0}}"
-    arguments = ("tiny.toml", "run.folder=other", task, "warmup.steps=0")
-    assert call("train", *arguments, "steps=1")[0] == 0
-    before = path.read_text()
-    more = '{"question": "7+2=", "answer": "9"}\n'
-    for text, what in (
-        (before + more, "10 rows where it had 9"),
-        (before.replace("0+1=", "9+1="), "other rows among its 9"),
-    ):
-        path.write_text(text)
-        assert f"has changed since step 1: it has {what}" in refused(call, "train", *arguments)
-    path.write_text(before)
-    assert call("train", *arguments, "steps=2")[0] == 0
-
-
 def test_a_refused_resumption_leaves_the_run_as_it_was(call, folder):
     path, run = sums(folder / "killed.jsonl"), folder / "killed"
     task = f"task={{kind='dataset', path='{path}', reward='cli_rewards:by_length', eval_share=0.0}}"
@@ -976,19 +956,15 @@ def test_a_refused_resumption_leaves_the_run_as_it_was(call, folder):
     before = {file: file.read_bytes() for file in run.iterdir() if file.is_file()}
     before.pop(run / ".lock")
     assert before[run / "metrics.jsonl"].count(b"\n") == 2
-    path.write_text(path.read_text().replace("0+1=", "9+1="))
-    assert "has changed since step 0" in refused(call, "train", *arguments, "steps=2")
+    rows = path.read_text()
+    for changed, what in (
+        (rows + '{"question": "7+2=", "answer": "9"}\n', "10 rows where it had 9"),
+        (rows.replace("0+1=", "9+1="), "other rows among its 9"),
+    ):
+        path.write_text(changed)
+        line = refused(call, "train", *arguments, "steps=2")
+        assert f"has changed since step 0: it has {what}" in line
     assert before == {file: file.read_bytes() for file in before}
-
-
-def dated(folder, template):
-    """A model whose chat template is this one, which may print the day of the month."""
-    tokenizer = character_tokenizer(builtin.ALPHABET)
-    tokenizer.chat_template = template
-    architecture = toml.load("tiny.toml").model.architecture
-    assert architecture is not None
-    model = sources.random_model(architecture, seed=0)
-    return hf.save(folder, model.params, model.config, tokenizer=tokenizer)
 
 
 def on_day(monkeypatch, day):
@@ -1006,7 +982,7 @@ def on_day(monkeypatch, day):
 @pytest.mark.slow
 def test_a_run_has_the_prompts_of_its_first_day(call, folder, monkeypatch):
     template = "{{ strftime_now('%d') }}{{ messages[0].content }}"
-    model = dated(folder / "dated", template)
+    model = save_model(folder / "dated", template)
     arguments = (
         "train",
         "tiny.toml",
