@@ -555,9 +555,8 @@ def test_no_folder_for_temporary_files_is_one_line(monkeypatch, capsys):
 
 
 FAILURES = {
-    "raises": (fail, 2, "tim-jax: reward cli_rewards:by_length raised ValueError: no such"),
-    "nan": (lambda r: [*r[:-1], float("nan")], 2, "finite numbers, got nan at 7"),
-    "interrupted": (interrupt, 130, ""),
+    "raises": (fail, "reward cli_rewards:by_length raised ValueError: no such"),
+    "nan": (lambda r: [*r[:-1], float("nan")], "finite numbers, got nan at 7"),
 }
 
 
@@ -663,19 +662,11 @@ def test_a_run_that_is_no_longer_finite_ends_with_its_batch(folder, call):
 def test_a_failure_under_way_keeps_what_was_written_and_can_be_resumed(
     kind, finished, folder, rewards, call
 ):
-    what, status, words = FAILURES[kind]
+    what, words = FAILURES[kind]
     run = folder / f"failed-{kind}"
     arguments = ("train", "tiny.toml", f"run.folder={run.name}", "eval.every=0")
     rewards.plan = {3: what}
-    found, out, err = call(*arguments)
-    assert found == status
-    assert "Traceback" not in out + err
-    if status == 2:
-        assert err.startswith("tim-jax: ")
-        assert err.count("\n") == 1
-        assert words in err
-    else:
-        assert "interrupted" in err
+    assert words in refused(call, *arguments)
     assert [line["step"] for line in metrics_of(run)] == [0, 1, 2]
     assert len(list(read_lines(run / "samples.jsonl"))) == 8
     if kind != "raises":
