@@ -203,9 +203,7 @@ GPU_BF16 = GpuTiles(
 # No device has compared tiles in float16.
 GPU_F16 = replace(GPU_BF16, matmul=(MatmulTile(rows=128, columns=128, warps=8, stages=6),))
 MOSAIC_GPU_BF16 = replace(
-    GPU_BF16,
-    matmul=(MatmulTile(rows=128, columns=128, warps=8, stages=4),),
-    programs=64,
+    GPU_BF16, matmul=(MatmulTile(rows=128, columns=128, warps=8, stages=4),), programs=64
 )
 MOSAIC_GPU_BF16_SEVERAL_TILES = replace(
     MOSAIC_GPU_BF16,

@@ -300,12 +300,7 @@ class Guarded:
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        seconds: float = SECONDS,
-        workers: int = WORKERS,
-        memory: float = MEMORY,
+        self, name: str, *, seconds: float = SECONDS, workers: int = WORKERS, memory: float = MEMORY
     ) -> None:
         """Starts the first process and imports the function, written as for `load_respond`.
 
