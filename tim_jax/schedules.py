@@ -151,7 +151,11 @@ class SurgeDetector:
         risen = (level >= baseline + needed) & (sustained >= baseline + SUSTAINED * needed)
         new = risen & (level >= high + SUSTAINED * needed) & (before >= self.minimum)
         first = valid & new & (state.surge_step == 0)
-        onset = jax.lax.cond(first, _onset, _no_place, history, baseline)
+
+        def nowhere(history, _):  # the search costs more than all else: it waits for a surge
+            return jnp.zeros_like(history[0], jnp.int32)
+
+        onset = jax.lax.cond(first, _onset, nowhere, history, baseline)
         onset = jnp.maximum(onset, unknown + self.minimum)
         return SurgeState(
             step=step,
@@ -208,11 +212,6 @@ def _onset(history: jax.Array, baseline: jax.Array) -> jax.Array:
     newest = jnp.where(jnp.isfinite(newest), newest - baseline, 0.0)
     explained = tree_sum(jnp.square(tree_sum(bases * newest[None, None, :])))
     return history.shape[0] - bases.shape[-1] + jnp.asarray(onsets)[jnp.argmax(explained)]
-
-
-def _no_place(history: jax.Array, baseline: jax.Array) -> jax.Array:
-    del baseline  # the search costs more than all else: it waits for a surge
-    return jnp.zeros_like(history[0], jnp.int32)
 
 
 @functools.cache

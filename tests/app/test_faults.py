@@ -63,8 +63,8 @@ def work(tmp_path_factory, traced_once):
     (folder / "faults_rewards.py").write_text(REWARDS)
 
     def unmeasured(config, numerics, *, longest, **_):
-        found = {"longest": longest, "found": fitting._plain(numerics)}
-        found["of"] = fitting._of(config, numerics)
+        found = {"longest": longest, "found": fitting._to_record(numerics)}
+        found["of"] = fitting._describe_setting(config, numerics)
         if not (folder / "calibration.json").exists():
             write_json(folder / "calibration.json", found)
         return numerics

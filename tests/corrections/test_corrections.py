@@ -255,10 +255,7 @@ def test_sharded_batches_give_the_bits_of_one_device(spec, kind, cases):
     assert_all_same_bits(run_all(sharded, cases), run_all(arrays), cases)
 
 
-@pytest.mark.parametrize(
-    ("devices", "unit"),
-    quick.pairs([2, 4, 8], ["token", "sequence"]),
-)
+@pytest.mark.parametrize(("devices", "unit"), quick.pairs([2, 4, 8], ["token", "sequence"]))
 def test_shard_map_gives_the_bits_of_one_device(devices, unit):
     arrays = batch(8)
 
@@ -1164,10 +1161,7 @@ def test_two_weights_count_the_ratio_twice(mode):
     pairs = [
         (corrections.vexact(bound=0.9), corrections.token_tis()),
         (corrections.token_tis(), corrections.sequence_tis()),
-        (
-            corrections.token_tis(),
-            corrections.where_advantage("negative", corrections.token_tis()),
-        ),
+        (corrections.token_tis(), corrections.where_advantage("negative", corrections.token_tis())),
     ]
     for pair in pairs:
         with pytest.raises(InputError, match=r"and so does .*: it would count twice") as error:

@@ -189,8 +189,7 @@ def each_once() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "loss", "name"),
-    quick.some(combinations(), *map(combinations().index, each_once())),
+    ("mode", "loss", "name"), quick.some(combinations(), *map(combinations().index, each_once()))
 )
 def test_the_gradient_of_every_update_is_the_definitions(mode, loss, name):
     check(mode, loss, name)

@@ -183,10 +183,7 @@ def test_every_recipe_has_a_reference():
     assert not set(REFERENCE) & OF_THE_BATCH
 
 
-@given(
-    seed=st.integers(0, 10**6),
-    spread=st.sampled_from([0.0, 1e-6, 1e-4, 1e-2, 0.3, 3.0, 60.0]),
-)
+@given(seed=st.integers(0, 10**6), spread=st.sampled_from([0.0, 1e-6, 1e-4, 1e-2, 0.3, 3.0, 60.0]))
 @settings(deadline=None, max_examples=60)
 def test_recipes_match_the_definition(seed, spread):
     arrays = draw(seed, spread)
@@ -243,12 +240,7 @@ def test_rejections_match_the_definition(spread):
     d, _, _, mask = draw(3, spread)
     found = all_rejections({"log_ratio": d, "mask": mask})
     x = held(np.where(mask, d, 0.0).astype(np.float64))
-    values = {
-        "k2": x**2 / 2,
-        "k3": np.expm1(x) - x,
-        "ratio": np.exp(x),
-        "error": np.exp(np.abs(x)),
-    }
+    values = {"k2": x**2 / 2, "k3": np.expm1(x) - x, "ratio": np.exp(x), "error": np.exp(np.abs(x))}
     length = np.maximum(mask.sum(axis=1, keepdims=True), 1)
     for (statistic, over), bound in REJECTIONS.items():
         value = np.where(mask, values[statistic], 0.0)

@@ -262,9 +262,7 @@ def attend(numerics, *, aligned):
 
 @EACH_ALIGNED
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "length"),
-    quick.some([(3, 5, 70), (1, 1, 33), (2, 4, 7)], 0),
-    ids=str,
+    ("kv_heads", "group", "length"), quick.some([(3, 5, 70), (1, 1, 33), (2, 4, 7)], 0), ids=str
 )
 def test_attention_is_within_rounding_of_float64(numerics, kv_heads, group, length, aligned):
     inputs = attention_inputs(numerics, kv_heads=kv_heads, group=group, length=length)

@@ -64,12 +64,7 @@ def test_sampler_and_learner_agree_to_the_bit_on_tpu_tiles():
 
 
 BIASED = replace(
-    CONFIG,
-    model_type="llama",
-    qk_norm=False,
-    attention_bias=True,
-    output_bias=True,
-    mlp_bias=True,
+    CONFIG, model_type="llama", qk_norm=False, attention_bias=True, output_bias=True, mlp_bias=True
 )
 ON_TPU = replace(CONFIG, hidden_size=256, num_heads=16, num_kv_heads=8)
 

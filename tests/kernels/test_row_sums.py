@@ -86,10 +86,7 @@ def test_a_gradient_on_a_gpu_has_no_sum_without_an_order(numerics):
 def test_a_gpu_compiles_repeatable_programs_unless_it_is_told_otherwise():
     option = "xla_gpu_deterministic_ops"
     for numerics in (GPU_EXACT_F32, GPU_EXACT_BF16):
-        assert dict(numerics.with_options({"a": 1}).compiler_options) == {
-            option: True,
-            "a": 1,
-        }
+        assert dict(numerics.with_options({"a": 1}).compiler_options) == {option: True, "a": 1}
         told = numerics.with_options({option: False})
         assert told.compiler_options == ((option, False),)
     assert Numerics().with_options({}) == Numerics()

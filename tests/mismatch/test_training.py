@@ -107,9 +107,7 @@ def test_a_step_reports_the_mismatch():
     assert 0.05 < metrics["mismatch/log_ratio_abs_mean"] < 0.12
     assert metrics["mismatch/tokens"] == kept
     np.testing.assert_allclose(
-        metrics["reporting/log_ratio_abs_mean"],
-        metrics["mismatch/log_ratio_abs_mean"],
-        rtol=1e-6,
+        metrics["reporting/log_ratio_abs_mean"], metrics["mismatch/log_ratio_abs_mean"], rtol=1e-6
     )
 
 

@@ -323,7 +323,7 @@ def test_longer_sequences_are_measured_anew_and_shorter_ones_are_not(tmp_path, m
 def test_another_machine_measures_for_itself(tmp_path, measuring, monkeypatch):
     file = tmp_path / "calibration.json"
     kept(file)
-    monkeypatch.setattr(fitting, "_machine", lambda: "another")
+    monkeypatch.setattr(fitting.machine, "processor", lambda: ["another"])
     kept(file)
     assert len(measuring) == 2
 
@@ -356,7 +356,7 @@ def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path, measuring):
 
 def test_what_a_measurement_is_kept_for_has_every_field():
     """The text of a value may leave defaults out; files of earlier versions have them."""
-    kept = fitting._of(tiny.CONFIG, tiny.NUMERICS)
+    kept = fitting._describe_setting(tiny.CONFIG, tiny.NUMERICS)
     assert "rope=RopeConfig(kind='default', theta=" in kept["model"]
     assert "router_groups_per_tok=1, " in kept["model"]
     assert "rows=Rows(low=" in kept["numerics"]

@@ -252,11 +252,7 @@ BLOCKS = replace(
     ),
 )
 GPU_TILES = GpuTiles(
-    block_k=64,
-    matmul=(MatmulTile(16, 32),),
-    attention_rows=16,
-    row_tile=8,
-    lanes=32,
+    block_k=64, matmul=(MatmulTile(16, 32),), attention_rows=16, row_tile=8, lanes=32
 )
 FAMILIES = {
     "gpu": replace(GPU, gpu=GPU_TILES),

@@ -57,8 +57,7 @@ def _error(found, expected):
 
 
 EACH = pytest.mark.parametrize(
-    ("name", "numerics"),
-    quick.pairs(list(CASES), {"tiles": EXACT_F32, "native": NATIVE_F32}),
+    ("name", "numerics"), quick.pairs(list(CASES), {"tiles": EXACT_F32, "native": NATIVE_F32})
 )
 
 

@@ -204,8 +204,7 @@ def layouts(values, function):
 
 
 @pytest.mark.parametrize(
-    ("seed", "function"),
-    quick.pairs([0, 1, 2], {"compensated": ours, "tree": tree}),
+    ("seed", "function"), quick.pairs([0, 1, 2], {"compensated": ours, "tree": tree})
 )
 def test_bits_do_not_depend_on_the_layout(function, seed):
     assert len(set(layouts(draw(64, seed), function).tolist())) == 1

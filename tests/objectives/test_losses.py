@@ -459,10 +459,7 @@ def test_the_share_is_exact_in_integers(share):
 
 @pytest.mark.parametrize(
     ("name", "axis"),
-    quick.pairs(
-        list(losses.SELECTIONS),
-        {"auto": AxisType.Auto, "explicit": AxisType.Explicit},
-    ),
+    quick.pairs(list(losses.SELECTIONS), {"auto": AxisType.Auto, "explicit": AxisType.Explicit}),
 )
 def test_sharding_changes_no_choice(name, axis):
     arrays = spread_out(8, rows=16)
@@ -511,11 +508,7 @@ def test_options_are_those_of_the_signatures():
         ("clipp", {}, "loss 'clipp' is unknown; did you mean 'clip'?"),
         ("reinforce", {"clip_low": 0.1}, "'reinforce' has no options, but 'clip_low' was given"),
         ("clip", {"clip_hi": 0.1}, "'clip_hi' is unknown; did you mean 'clip_high'?"),
-        (
-            "cispo",
-            {"dual_clip": 3.0},
-            "the loss 'cispo': option 'dual_clip' is unknown; known: ",
-        ),
+        ("cispo", {"dual_clip": 3.0}, "the loss 'cispo': option 'dual_clip' is unknown; known: "),
         ("clip", {"clip_low": 1.5}, r"clip_low is 1.5; it must lie in \[0, 1\]"),
         ("cispo", {"clip_low": -0.1}, r"clip_low is -0.1; it must lie in \[0, 1\]"),
         ("gmpo", {"clip_low": -0.1}, "clip_low is -0.1; it must be 0 or more"),

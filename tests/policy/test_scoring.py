@@ -79,8 +79,7 @@ def test_sequences_join_prompt_and_response():
 
 
 @pytest.mark.parametrize(
-    ("name", "numerics"),
-    quick.pairs(list(CONFIGS), {"tiles": EXACT_F32, "native": NATIVE_F32}),
+    ("name", "numerics"), quick.pairs(list(CONFIGS), {"tiles": EXACT_F32, "native": NATIVE_F32})
 )
 def test_log_probs_and_entropy_against_float64(name, numerics):
     config = CONFIGS[name]

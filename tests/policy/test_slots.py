@@ -21,11 +21,7 @@ from tim_jax.rl import sharded
 from tim_jax.rl.programs import sampling_program
 
 CONFIG = replace(tiny.CONFIG, max_positions=80)
-LONG = replace(
-    tiny.EXECUTION,
-    config=CONFIG,
-    sampling=replace(tiny.SAMPLING, max_tokens=70),
-)
+LONG = replace(tiny.EXECUTION, config=CONFIG, sampling=replace(tiny.SAMPLING, max_tokens=70))
 
 
 @cache
@@ -65,8 +61,7 @@ FEW, MANY = (4, 9), (99, 1, 5)
 
 # Lengths from 1 token to the limit.
 @pytest.mark.parametrize(
-    "batching",
-    [pytest.param(Batching(5, 1, 6), id="(5, 1, 6)"), slow(*FEW), slow(*MANY)],
+    "batching", [pytest.param(Batching(5, 1, 6), id="(5, 1, 6)"), slow(*FEW), slow(*MANY)]
 )
 @given(order=st.permutations(range(tiny.ROWS)), seed=st.integers(0, 3))
 @settings(max_examples=12)

@@ -213,13 +213,7 @@ def test_what_contradicts_is_refused():
         ({"sampler": {"max_staleness": 1}, "learner": {"offload": True}}, "must be 0 with offload"),
         ({"sampler": {"max_staleness": 65}}, "sampler.max_staleness"),
         (
-            {
-                "exact": "report",
-                "sampler": {
-                    "max_staleness": 1,
-                    "mismatch": [OLD],
-                },
-            },
+            {"exact": "report", "sampler": {"max_staleness": 1, "mismatch": [OLD]}},
             "contradicts max_staleness",
         ),
     ):

@@ -65,11 +65,7 @@ def made_on(where: Placement, on, numerics: Numerics):
         return found, transpose(cotangent)
 
     return jax.shard_map(
-        local,
-        mesh=on,
-        in_specs=(OF_EXPERT,) * 5,
-        out_specs=OF_EXPERT,
-        check_vma=False,
+        local, mesh=on, in_specs=(OF_EXPERT,) * 5, out_specs=OF_EXPERT, check_vma=False
     )
 
 

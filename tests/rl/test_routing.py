@@ -150,10 +150,7 @@ def step_of(routing, dial=mismatch.EXACT, where=SINGLE, balance=0.0, count=4, **
     plain = replace(EXECUTION, routing="own", placement=where)
     run = programs.build(
         Training(
-            plain,
-            learning,
-            optimizers.adamw(optimizers.Rate(1e-3)),
-            prompts_per_step=count,
+            plain, learning, optimizers.adamw(optimizers.Rate(1e-3)), prompts_per_step=count
         ).varied(mismatch=dial, length_buckets=2)
     )
     state = run.init(jax.tree.map(jnp.copy, tiny.params(CONFIG)))
@@ -266,9 +263,7 @@ def test_the_load_balancing_loss_evens_the_load():
     learning = Learning(objective, tiny.GROUP, routing="compared")
     run = programs.build(
         Training(
-            replace(EXECUTION, routing="own"),
-            learning,
-            optimizers.adamw(optimizers.Rate(3e-2)),
+            replace(EXECUTION, routing="own"), learning, optimizers.adamw(optimizers.Rate(3e-2))
         )
     )
     state, seen = run.init(params), []

@@ -25,13 +25,7 @@ from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
 
 # 4 key heads, so that a tensor axis can have 4 devices; a vocabulary of 23, which none divides.
-CONFIG = replace(
-    tiny.UNTIED,
-    hidden_size=32,
-    num_heads=8,
-    num_kv_heads=4,
-    intermediate_size=32,
-)
+CONFIG = replace(tiny.UNTIED, hidden_size=32, num_heads=8, num_kv_heads=4, intermediate_size=32)
 BIASED = replace(
     CONFIG,
     model_type="llama",
@@ -42,11 +36,7 @@ BIASED = replace(
     mlp_bias=True,
 )
 MIXTURE = replace(
-    CONFIG,
-    model_type="qwen3_moe",
-    num_experts=5,
-    num_experts_per_tok=2,
-    moe_intermediate_size=24,
+    CONFIG, model_type="qwen3_moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24
 )
 WINDOWED = replace(CONFIG, sliding_window=5, window_layers=(True, False))
 TILED = replace(tiny.NUMERICS, column_tiles=4)
@@ -125,9 +115,7 @@ def test_tokens_and_log_probs_are_those_of_one_device(where):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "where",
-    [Placement(data=2, tensor=2), Placement(fsdp=2, decode="sharded")],
-    ids=str,
+    "where", [Placement(data=2, tensor=2), Placement(fsdp=2, decode="sharded")], ids=str
 )
 def test_slots_of_every_device_change_no_bit(where):
     what = execution(where)
@@ -143,10 +131,7 @@ BF16 = replace(TILED, compute_dtype="bfloat16")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
-    [
-        Placement(data=2, fsdp=2, tensor=2),
-        Placement(fsdp=2, tensor=2, decode="sharded"),
-    ],
+    [Placement(data=2, fsdp=2, tensor=2), Placement(fsdp=2, tensor=2, decode="sharded")],
     ids=str,
 )
 def test_in_bfloat16_and_with_tied_embeddings_and_biases(where):
@@ -221,10 +206,7 @@ def check_gradient(where, rows, *options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "numerics"),
-    [
-        (Placement(data=2, fsdp=2), tiny.NUMERICS),
-        (Placement(fsdp=4, decode="sharded"), tiny.BF16),
-    ],
+    [(Placement(data=2, fsdp=2), tiny.NUMERICS), (Placement(fsdp=4, decode="sharded"), tiny.BF16)],
     ids=["data=2 fsdp=2 float32", "fsdp=4 sharded bfloat16"],
 )
 def test_a_mixture_of_experts_on_data_and_fsdp_axes(where, numerics):

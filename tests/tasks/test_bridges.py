@@ -71,11 +71,7 @@ def bridge(template, *, stops=("<|im_end|>", "<|endoftext|>"), **options):
     assert isinstance(ids, list)
     template_options, roles = options.pop("options", {}), options.pop("roles", ("user",))
     bridge = Bridge(
-        made,
-        stop_tokens=ids,
-        templated=template is not None,
-        options=template_options,
-        **options,
+        made, stop_tokens=ids, templated=template is not None, options=template_options, **options
     )
     bridge.check(roles)
     return bridge

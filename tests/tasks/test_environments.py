@@ -286,8 +286,7 @@ def test_what_failures_say(hostile):
     assert said["takes memory"].startswith("raised: MemoryError")
     assert said["raises"] == "raised: KeyError: 'no such thing\\nsecond line'"
     assert re.fullmatch(
-        r"time limit: no reply within 2 s, in .*hostile_environment\.py, line \d+",
-        said["sleeps"],
+        r"time limit: no reply within 2 s, in .*hostile_environment\.py, line \d+", said["sleeps"]
     )
     assert said["is killed"] == "crash: it was killed by signal 9"
     assert said["surrogate"].startswith("reply: content is no text: UnicodeEncodeError")

@@ -287,11 +287,7 @@ def test_arithmetic_is_a_task_with_a_calculator():
         assert isinstance(example.prompt, str)
         question = example.prompt.removeprefix("What is ").partition("?")[0]
         assert str(eval(compile(ast.parse(question, mode="eval"), "", "eval"))) == example.answer
-        answers = {
-            "": 0.0,
-            f"It is {example.answer}.": 1.0,
-            f"{example.answer} or 12345": 0.0,
-        }
+        answers = {"": 0.0, f"It is {example.answer}.": 1.0, f"{example.answer} or 12345": 0.0}
         for text, reward in answers.items():
             answer = ask(task.environment, say(text), state_of(example))
             assert (answer.reward, answer.done) == (reward, True)

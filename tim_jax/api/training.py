@@ -265,12 +265,9 @@ def grpo(
         task = _as_episodes(examples, respond)
         given |= _limit_episodes(model, task, training, max_turns, max_tokens)
     model, run = settle("grpo", model, training, given)
-    most, where = run.execution.sampling.max_tokens, run.execution.placement
+    most = run.execution.sampling.max_tokens
     text = text_of(model, examples, most, *_read_template(model, task))
-    longest = text.max_prompt_length + most
-    if run.learning.micro_batch_tokens is not None:
-        buffer = run.learning.micro_batch_tokens
-        rules.check_micro_batch_tokens(buffer, longest=longest, placement=where)
+    run.check_longest(text.max_prompt_length + most)
     environment = None
     if task.environment is not None:
         assert run.turns is not None  # of `_limit_episodes`

@@ -85,10 +85,7 @@ def scale_by_truncated_ratio(
         return coefficients * jnp.clip(ratio, *(matching(bound, ratio) for bound in (lower, upper)))
 
     return map_coefficients(
-        "scale_by_truncated_ratio",
-        scale,
-        needs=("log_ratio",),
-        bounds=Bounds(level, lower, upper),
+        "scale_by_truncated_ratio", scale, needs=("log_ratio",), bounds=Bounds(level, lower, upper)
     )
 
 
@@ -118,11 +115,7 @@ def mask_outside(
 
 
 def reject(
-    statistic: Statistic,
-    *,
-    over: Over,
-    lower: Bound = None,
-    upper: Bound = None,
+    statistic: Statistic, *, over: Over, lower: Bound = None, upper: Bound = None
 ) -> Correction:
     """Zeroes tokens (`over="token"`) or whole sequences whose statistic is outside [lower, upper].
 

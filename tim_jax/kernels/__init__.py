@@ -4,15 +4,18 @@
 and `pallas_tpu` are the others.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import jax
 
+from tim_jax.common.errors import InputError
 from tim_jax.kernels import (
     cache,
     families,
     native,
+    pallas,
     pallas_gpu,
     pallas_mosaic_gpu,
     pallas_tpu,
@@ -38,6 +41,35 @@ _FAMILIES: dict[str, Kernels] = {
 def family(numerics: Numerics) -> Kernels:
     """The kernels of these numerics."""
     return _FAMILIES[numerics.family]
+
+
+def check(numerics: Numerics) -> None:
+    """Raises InputError where the family's kernels cannot run, before anything is compiled."""
+    if numerics.family == "pallas_mosaic_gpu":
+        pallas_mosaic_gpu.check(numerics)
+    pallas.check_platform(numerics)
+
+
+def check_blocks(matrices: Iterable[tuple[str, int, int, int]], numerics: Numerics) -> None:
+    """Raises InputError for a block of keys or a matrix that a Pallas family cannot take.
+
+    Args:
+      matrices: name, inputs, outputs of each part, and parts that share a program.
+    """
+    family, gpu = numerics.family, numerics.gpu
+    least = pallas_gpu.LEAST if family in GPU_FAMILIES else pallas_tpu.LEAST
+    if numerics.kv_block < least:
+        raise InputError(
+            f"numerics: {family} needs a kv_block of at least {least}, got {numerics.kv_block}"
+        )
+    for name, size, width, parts in matrices:
+        shape = size, width * parts
+        if family == "pallas_tpu":
+            pallas_tpu.blocks(shape, parts, numerics, name)
+            continue
+        least = pallas_mosaic_gpu.LEAST if family == "pallas_mosaic_gpu" else pallas_gpu.LEAST
+        for tile in (gpu.experts, *gpu.matmul):
+            pallas_gpu.blocks(shape, parts, tile.columns, numerics, name, least=least)
 
 
 def attention(

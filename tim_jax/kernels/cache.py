@@ -208,14 +208,9 @@ _POSITIONS = {3: 128, 2: 16}
 def _by_kernel(
     caches: Pair, rows: Pair, first: jax.Array, positions: jax.Array, *, numerics: Numerics
 ) -> Pair:
-    """Keys [pages, Kv, D, S] and values [pages, Kv, S, E] with `rows` in them.
+    """`write` at these positions i32[B, T] of the pages `first` i32[B, T], by a Pallas family.
 
-    Args:
-      caches: keys and values.
-      rows: [B, T, Kv, D] and [B, T, Kv, E].
-      first: i32[B, T], the page of each row.
-      positions: i32[B, T], its position in the page. Rows of a block follow each other.
-      numerics: of a Pallas family.
+    Rows of a block follow each other.
     """
     first, positions = first.reshape(-1), positions.reshape(-1)
     key_rows, value_rows = (x.reshape(-1, *x.shape[2:]) for x in rows)

@@ -168,11 +168,7 @@ def on_gpu(*arrays: Any, numerics: Numerics):
     """
     tiles = numerics.gpu
     own, step = tiles.gradient_own, tiles.gradient_step
-    options = {
-        "numerics": numerics,
-        "warps": tiles.gradient_warps,
-        "stages": tiles.gradient_stages,
-    }
+    options = {"numerics": numerics, "warps": tiles.gradient_warps, "stages": tiles.gradient_stages}
     most = max(own, step)
     return gradients(
         partial(_gpu_by_rows, tile=(own, step), options=options),
@@ -264,11 +260,7 @@ def _gpu_rows(*refs, keys: int, windowed: bool):
 
 
 def _gpu_by_keys(
-    inputs: Inputs,
-    sizes: Sizes,
-    product: jax.Array,
-    tile: tuple[int, int],
-    options: dict[str, Any],
+    inputs: Inputs, sizes: Sizes, product: jax.Array, tile: tuple[int, int], options: dict[str, Any]
 ):
     sizes = sizes.of_tiles(*tile)
     keys, size, width = sizes.keys, sizes.size, sizes.width
@@ -406,10 +398,7 @@ def _tpu_by_rows(inputs: Inputs, sizes: Sizes, numerics: Numerics):
             *(pl.BlockSpec((None, rows, 1), lambda b, h, i, j, *_: (b, i, 0)),) * (len(given) - 5),
         ],
         out_specs=(of_rows(size), of_rows(1), of_rows(1)),
-        out_shape=(
-            jax.ShapeDtypeStruct(inputs.query.shape, inputs.query.dtype),
-            *(of_row, of_row),
-        ),
+        out_shape=(jax.ShapeDtypeStruct(inputs.query.shape, inputs.query.dtype), *(of_row, of_row)),
     )(*scalars, *given)
     return dquery, found
 

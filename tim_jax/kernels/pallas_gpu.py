@@ -64,13 +64,7 @@ def _sums(x_ref, weight_refs, shape, block_k: int, *, there=None, expert: tuple 
 
 
 def _kernel(
-    x_ref,
-    *refs,
-    halves: int,
-    kinds: tuple[str, ...],
-    count: int,
-    block_k: int,
-    epilogue: Callable,
+    x_ref, *refs, halves: int, kinds: tuple[str, ...], count: int, block_k: int, epilogue: Callable
 ):
     """Sums over K for each of `halves` weight tiles, then the epilogue; of `count` rows in all."""
     weight_refs, extra_refs, out_ref = refs[:halves], refs[halves:-1], refs[-1]

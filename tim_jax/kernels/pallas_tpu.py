@@ -314,10 +314,7 @@ def _folded(f, finish, inputs, numerics, *, name):
         name=name,
         grid=(inputs[0].shape[0] // _ROWS, -(-width // lanes)),
         scratch=[(_ROWS, lanes)],
-        in_specs=[
-            pl.BlockSpec((_ROWS, lanes), lambda i, j: (i, j)),
-            *(one,) * (len(inputs) - 1),
-        ],
+        in_specs=[pl.BlockSpec((_ROWS, lanes), lambda i, j: (i, j)), *(one,) * (len(inputs) - 1)],
         out_specs=one,
         out_shape=jax.ShapeDtypeStruct((inputs[0].shape[0], 1), jnp.float32),
     )(*inputs)[:count, 0]

@@ -10,10 +10,7 @@ docs/mismatch.md has what each imitates and how large the mismatch is that it ca
 
 from tim_jax.common import inputs
 from tim_jax.mismatch import arithmetic, transfer
-from tim_jax.mismatch.base import (
-    Entry as Entry,
-    Names as Names,
-)
+from tim_jax.mismatch.base import Entry as Entry, Names as Names
 from tim_jax.mismatch.dial import (
     ENTRIES as ENTRIES,
     EXACT as EXACT,

@@ -8,7 +8,7 @@ position), and does not depend on the batch that its row is in.
 
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -219,37 +219,29 @@ class InFlightUpdates(StaleWeights):
         return [end - start for start, end in zip(starts, ends, strict=True)]
 
 
-@dataclass(frozen=True)
 class RawLogProbs(Entry):
     """Reports log-probs of the raw logits, though drawn under temperature, top-k and top-p."""
 
     name, kind = "raw_log_probs", "semantics"
     reports = True
     only_reports = True
+    ignored: ClassVar[dict[str, float]] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
     def reported(
         self, logits: jax.Array, tokens: jax.Array, *, sampling: Sampling, numerics: Numerics
     ) -> jax.Array:
-        raw = replace(sampling, temperature=1.0, top_k=0, top_p=1.0)
-        return distribution.log_prob(logits, tokens, sampling=raw, numerics=numerics)
+        plain: Any = replace(sampling, **self.ignored)
+        return distribution.log_prob(logits, tokens, sampling=plain, numerics=numerics)
 
 
-@dataclass(frozen=True)
-class IgnoredTruncation(Entry):
+class IgnoredTruncation(RawLogProbs):
     """Reports log-probs under the temperature, not renormalised over what top-k and top-p keep.
 
     They are too small by minus the log of the kept mass.
     """
 
-    name, kind = "ignored_truncation", "semantics"
-    reports = True
-    only_reports = True
-
-    def reported(
-        self, logits: jax.Array, tokens: jax.Array, *, sampling: Sampling, numerics: Numerics
-    ) -> jax.Array:
-        whole = replace(sampling, top_k=0, top_p=1.0)
-        return distribution.log_prob(logits, tokens, sampling=whole, numerics=numerics)
+    name = "ignored_truncation"
+    ignored: ClassVar[dict[str, float]] = {"top_k": 0, "top_p": 1.0}
 
 
 @dataclass(frozen=True)

@@ -217,9 +217,11 @@ def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
         raise InputError(
             f"model folder {str(folder)!r} has no tokenizer ({', '.join(_VOCABULARIES)}){hint}"
         )
-    _check_fetched(folder)
+    for path in (folder / name for name in _VOCABULARIES):
+        if path.is_file() and _is_lfs_pointer(path):  # which `transformers` calls unreadable
+            raise InputError(f"{path}: {_NOT_FETCHED}; run `git lfs pull` in its folder")
     try:
-        tokenizer = _made(folder)
+        tokenizer = _read_tokenizer(folder)
         tokenizer.encode("")  # settings of a wrong type are not looked at before
     except Exception as error:  # whatever its many backends raise on a bad file
         reason = " ".join(str(error).split())[:200]
@@ -253,14 +255,7 @@ def load_tokenizer(folder: Path, *, vocab_size: int) -> Any:
     return tokenizer
 
 
-def _check_fetched(folder: Path) -> None:
-    """Refuses files that git-lfs has not fetched, which `transformers` calls unreadable."""
-    for path in (folder / name for name in _VOCABULARIES):
-        if path.is_file() and _is_lfs_pointer(path):
-            raise InputError(f"{path}: {_NOT_FETCHED}; run `git lfs pull` in its folder")
-
-
-def _made(folder: Path) -> Any:
+def _read_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds to import
 
     if (folder / _WHOLE).is_file():

@@ -41,8 +41,8 @@ from jax.extend.core import jaxprs_in_params
 from tim_jax import kernels, placement
 from tim_jax.common import inputs, machine, waiting
 from tim_jax.common.errors import InputError
-from tim_jax.kernels import native, pallas, pallas_gpu, pallas_mosaic_gpu, pallas_tpu, tiles
-from tim_jax.model import parameters, transformer
+from tim_jax.kernels import pallas, pallas_gpu, pallas_tpu
+from tim_jax.model import transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, jit
 from tim_jax.model.files import read_json, write_json
@@ -169,11 +169,19 @@ def check(config: ModelConfig, numerics: Numerics) -> None:
     Before anything is compiled: the wrong device, a head size or key block that a kernel cannot
     take, a matrix that is not in whole blocks.
     """
-    pallas.check_platform(numerics)
+    kernels.check(numerics)
+    if numerics.family not in pallas.PLATFORMS:
+        return
+    check_dtypes(numerics)
     if numerics.family in GPU_FAMILIES:
-        _check_gpu(config, numerics)
-    elif numerics.family == "pallas_tpu":
-        _check_tpu(config, numerics)
+        _check_gpu_heads(config, numerics)
+    for size in config.attention[1:] if numerics.family == "pallas_tpu" else ():
+        if size % 16:
+            raise InputError(
+                f"numerics: pallas_tpu cannot take heads of {size}; it takes multiples of 16, and"
+                ' family "tiles" any'
+            )
+    kernels.check_blocks(_weights(config, numerics), numerics)
 
 
 def check_dtypes(numerics: Numerics) -> None:
@@ -185,24 +193,6 @@ def check_dtypes(numerics: Numerics) -> None:
             f"numerics: {numerics.family} has no products of float16,"
             f" {_WITHOUT_FLOAT16[numerics.family]}"
         )
-
-
-def _check_gpu(config: ModelConfig, numerics: Numerics) -> None:
-    mosaic = numerics.family == "pallas_mosaic_gpu"
-    if mosaic:
-        pallas_mosaic_gpu.check(numerics)
-    check_dtypes(numerics)
-    _check_gpu_heads(config, numerics)
-    if numerics.kv_block < pallas_gpu.LEAST:
-        raise InputError(
-            f"numerics: {numerics.family} needs a kv_block of at least {pallas_gpu.LEAST}, got"
-            f" {numerics.kv_block}"
-        )
-    for name, size, width, parts in _weights(config, numerics):
-        least = pallas_mosaic_gpu.LEAST if mosaic else pallas_gpu.LEAST
-        for tile in (numerics.gpu.experts, *numerics.gpu.matmul):
-            shape = size, width * parts
-            pallas_gpu.blocks(shape, parts, tile.columns, numerics, name, least=least)
 
 
 def _check_gpu_heads(config: ModelConfig, numerics: Numerics) -> None:
@@ -226,23 +216,6 @@ def _check_gpu_heads(config: ModelConfig, numerics: Numerics) -> None:
             f" GPU of compute capability {pallas.compute_capability()}; it takes bfloat16 there,"
             ' and family "tiles" any'
         )
-
-
-def _check_tpu(config: ModelConfig, numerics: Numerics) -> None:
-    check_dtypes(numerics)
-    for size in config.attention[1:]:
-        if size % 16:
-            raise InputError(
-                f"numerics: pallas_tpu cannot take heads of {size}; it takes multiples of 16, and"
-                ' family "tiles" any'
-            )
-    if numerics.kv_block < pallas_tpu.LEAST:
-        raise InputError(
-            f"numerics: pallas_tpu needs a kv_block of at least {pallas_tpu.LEAST}, got"
-            f" {numerics.kv_block}"
-        )
-    for name, size, width, parts in _weights(config, numerics):
-        pallas_tpu.blocks((size, width * parts), parts, numerics, name)
 
 
 def _weights(config: ModelConfig, numerics: Numerics) -> Iterator[tuple[str, int, int, int]]:
@@ -340,9 +313,14 @@ def _same_rows(shape: tuple[int, int], numerics: Numerics, most: int) -> list[bo
     counts = _COUNTS[: bisect_left(_COUNTS, most) + 1]
     x = _random(0, (counts[-1], shape[0]), numerics)
     weight = jnp.asarray(_random(1, shape, numerics))
-    dot = jit(lambda x, w: tiles.fence(native.dot(*native.pin(x, w))), numerics)
+    dot = jit(lambda x, weight: _product(x, weight), numerics)  # its programs go with it
     found = _equal_neighbours(lambda rows: _bits(dot(x[rows], weight)), counts)
     return found + [True] * (len(_COUNTS) - len(counts))
+
+
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x @ weight as the family "tiles" computes it of one tile of rows."""
+    return kernels.tiles.fence(kernels.native.dot(*kernels.native.pin(x, weight)))
 
 
 def _equal_neighbours(bits: Callable[[slice], np.ndarray], counts: Sequence[int]) -> list[bool]:
@@ -402,12 +380,11 @@ def _head_columns(config: ModelConfig, numerics: Numerics, batch: int) -> int | 
     counts = [count for count in _COUNTS if rows.low <= count <= (rows.high or count)]
     x = _random(0, (max(size, *counts), contraction), numerics)
     head = jnp.asarray(_random(1, (contraction, width), numerics))
-    whole, parts = (head,), parameters.parts_of_head(head, _HEAD_COLUMNS)
+    whole, parts = (head,), kernels.native.column_parts(head, _HEAD_COLUMNS)
 
     @partial(jit, numerics=numerics)
     def product(x, parts):
-        found = [tiles.fence(native.dot(*native.pin(x, part))) for part in parts]
-        return jnp.concatenate(found, axis=1)
+        return jnp.concatenate([_product(x, part) for part in parts], axis=1)
 
     calls = [partial(product, x[:size], whole), partial(product, x[:size], parts)]
     seconds = _seconds(calls)
@@ -445,7 +422,8 @@ def _attention(config: ModelConfig, numerics: Numerics, longest: int) -> tuple[b
 
     if blocks <= _MOST_BLOCKS:
         key, value = keys_values(blocks)
-        attend = jit(partial(tiles._attend, numerics=replace(numerics, whole_kv=True)), numerics)
+        in_one = partial(kernels.tiles._attend, numerics=replace(numerics, whole_kv=True))
+        attend = jit(in_one, numerics)
         rows = _attention_rows(attend, query, key, value, _last(shape[0], most, blocks * block))
 
         def same_with(keys: int, count: int) -> bool:
@@ -458,9 +436,10 @@ def _attention(config: ModelConfig, numerics: Numerics, longest: int) -> tuple[b
         if all(same_with(int(span) * block, count) for span in spans for count in counts):
             return True, rows
     # A dot for every block: the number of blocks is that of equal products, so two stand for all.
-    attend = jit(partial(tiles._attend, numerics=replace(numerics, whole_kv=False)), numerics)
+    in_blocks = partial(kernels.tiles._attend, numerics=replace(numerics, whole_kv=False))
+    attend = jit(in_blocks, numerics)
     key, value = (jnp.asarray(x) for x in keys_values(2))
-    key, value = tiles.in_blocks(key, value, block)
+    key, value = kernels.tiles.in_blocks(key, value, block)
     rows = _attention_rows(attend, query, key, value, _last(shape[0], most, 2 * block))
     return False, rows if rows.low != rows.high else numerics.attention_rows
 
@@ -508,36 +487,32 @@ def calibrate_once(
     """
     if file is None:
         return calibrate(config, numerics, batch=batch, longest=longest)
-    valid_for = _of(config, numerics)
+    valid_for = _describe_setting(config, numerics)
     try:
         saved = read_json(file)
         if saved["of"] == valid_for and saved["longest"] >= longest:
-            return replace(numerics, **_values(saved["found"]))
+            return replace(numerics, **_from_record(saved["found"]))
     except (KeyError, TypeError, ValueError):
         pass  # there is none, or it is damaged: measure again
     calibrated = calibrate(config, numerics, batch=batch, longest=longest)
     if calibrated != numerics and placement.leads():
         with suppress(OSError):
-            write_json(file, {"of": valid_for, "longest": longest, "found": _plain(calibrated)})
+            write_json(file, {"of": valid_for, "longest": longest, "found": _to_record(calibrated)})
     return calibrated
 
 
-def _of(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
+def _describe_setting(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
     return {
         "jax": f"{jax.__version__}, jaxlib {jaxlib.version.__version__}",
-        "machine": _machine(),
+        # The CPU's instructions and number of cores, by which XLA chooses kernels.
+        "machine": "; ".join([platform.machine(), f"{os.cpu_count()} cores", *machine.processor()]),
         "model": inputs.all_fields(config),
         "numerics": inputs.all_fields(numerics),
         "counts": [list(_COUNTS), list(_ATTENTION_COUNTS)],
     }
 
 
-def _machine() -> str:
-    """The CPU's instructions and number of cores, by which XLA chooses kernels."""
-    return "; ".join([platform.machine(), f"{os.cpu_count()} cores", *machine.processor()])
-
-
-def _plain(calibrated: Numerics) -> dict[str, Any]:
+def _to_record(calibrated: Numerics) -> dict[str, Any]:
     return {
         "rows_by_contraction": [
             [size, rows.low, rows.high] for size, rows in calibrated.rows_by_contraction
@@ -548,7 +523,7 @@ def _plain(calibrated: Numerics) -> dict[str, Any]:
     }
 
 
-def _values(record: Mapping[str, Any]) -> dict[str, Any]:
+def _from_record(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "rows_by_contraction": tuple(
             (size, Rows(low, high)) for size, low, high in record["rows_by_contraction"]

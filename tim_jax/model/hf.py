@@ -203,10 +203,7 @@ _OF_THE_FILE = {"transformers_version", "_from_model_config"}
 
 
 def generation_config(
-    config: ModelConfig,
-    tokenizer: Any,
-    stop_tokens: Iterable[int],
-    read: Mapping[str, Any],
+    config: ModelConfig, tokenizer: Any, stop_tokens: Iterable[int], read: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The contents of generation_config.json for a model whose responses these tokens end.
 

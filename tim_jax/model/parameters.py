@@ -11,6 +11,7 @@ import numpy as np
 
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
+from tim_jax.kernels import native
 from tim_jax.model import weights
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.weights import Joined, Params, Weight, Weights, joined, size
@@ -119,7 +120,13 @@ def check(config: ModelConfig, numerics: Numerics, placement: Placement) -> None
                 f"numerics: column_tiles must divide the model's {config.titled(dimension)} ="
                 f" {size}, got {tiles}"
             )
-    _check_heads(config, placement)
+    # What is cut out of a parameter head by head is split over fsdp as its own inputs.
+    for row in rows:
+        size = weights.size(row.input, config) if row.dims else 0
+        if size % placement.fsdp:
+            raise InputError(
+                f"placement: fsdp = {placement.fsdp} must divide the model's {row.input} = {size}"
+            )
     for weight in weights.table(config):
         for dimension, axis in zip(weight.dims, weight.axes, strict=True):
             names = [name for name in AXES if name in RULES[axis]]
@@ -130,16 +137,6 @@ def check(config: ModelConfig, numerics: Numerics, placement: Placement) -> None
                     f"placement: {' x '.join(names)} = {devices} must divide the model's"
                     f" {config.titled(dimension)} = {size}"
                 )
-
-
-def _check_heads(config: ModelConfig, placement: Placement) -> None:
-    """What is cut out of a parameter head by head is split over fsdp as its own inputs."""
-    for row in weights.joined(config):
-        if row.dims and weights.size(row.input, config) % placement.fsdp:
-            raise InputError(
-                f"placement: fsdp = {placement.fsdp} must divide the model's {row.input} ="
-                f" {weights.size(row.input, config)}"
-            )
 
 
 # Latent attention's matrices with columns that are rotated -> columns of a head, the rotated last.
@@ -215,24 +212,15 @@ def unstacked(weights: Weights, *, head_columns: int | None = None) -> Weights:
     step.
 
     Args:
-      head_columns: the head [d, V] becomes the tuple of its `parts_of_head` of this width; None: it
-        stays as it is.
+      head_columns: the head [d, V] becomes the tuple of its `native.column_parts` of this width;
+        None: it stays as it is.
     """
     layers = {
         name: _unstacked(leaf) if isinstance(leaf, dict) else leaf for name, leaf in weights.items()
     }
     if head_columns is None:
         return layers
-    return {**layers, "head": parts_of_head(weights["head"], head_columns)}
-
-
-def parts_of_head(head: jax.Array, columns: int) -> tuple[jax.Array, ...]:
-    """The head [d, V] cut into matrices of `columns` columns, the last of them with the rest.
-
-    The rest by itself could be narrow, and products of few columns have other bits.
-    """
-    cuts = [*range(0, head.shape[1] - columns + 1, columns)][1:]
-    return tuple(jnp.split(head, cuts, axis=1))
+    return {**layers, "head": native.column_parts(weights["head"], head_columns)}
 
 
 def _unstacked(layers: Weights) -> tuple[Weights, ...]:

@@ -8,7 +8,7 @@ training: by 1e-3 radians at theta 1e6 and position 30,000.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,6 +231,7 @@ def read(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
         raise InputError("rope_scaling and rope_parameters must be objects")
     beside = values.get("rope_theta")
     thetas = [one.get("rope_theta") for one in (values, old, new)]
+    thetas = [theta for theta in thetas if theta is not None]
     # transformers reads no rope_parameters where there is a rope_scaling
     if old and new and {"rope_theta": beside, **old} != {"rope_theta": beside, **new}:
         raise InputError("rope_scaling and rope_parameters are both given and differ")
@@ -239,7 +240,8 @@ def read(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
         for k, v in (old or new).items()
         if k != "rope_theta" and (v is not None or k == "truncate")
     }
-    theta = _theta([theta for theta in thetas if theta is not None])
+    if any(theta != thetas[0] for theta in thetas):  # readers differ in which of them they take
+        raise InputError(f"rope_theta is given several times and differs: {thetas}")
     kind = given.pop("rope_type", given.get("type", "default"))
     given.pop("type", None)
     if kind not in KINDS:
@@ -264,14 +266,7 @@ def read(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
     for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         if given.get(name) == 0:  # transformers takes 0 for absent
             del given[name]
-    return RopeConfig(kind=kind, theta=10_000.0 if theta is None else theta, **given)
-
-
-def _theta(given: Sequence[Any]) -> Any:
-    """The one value that is given, or None. Readers differ in which of several they take."""
-    if any(theta != given[0] for theta in given):
-        raise InputError(f"rope_theta is given several times and differs: {given}")
-    return given[0] if given else None
+    return RopeConfig(kind=kind, theta=thetas[0] if thetas else 10_000.0, **given)
 
 
 def written(rope: RopeConfig) -> dict[str, Any]:

@@ -81,11 +81,15 @@ def forward(
     layer = partial(_layer, execution=execution, shape=(batch, length), packing=packing)
     sizes = execution.config.window_sizes
     if cache is None:
-        of_routing = None if routes is None else _by_layer(routes), loads
+        if routes is not None:  # i32[L, B * T, k]
+            by_row = routes.reshape(-1, *routes.shape[2:]).astype(jnp.int32)
+            routes = jnp.moveaxis(by_row, 1, 0)
+        lora, of_routing = execution.lora, (routes, loads)
 
         def body(x, of_layer):
             layer_weights, window, of_routing = of_layer
-            layer_weights = _with_adapters(layer_weights, execution)
+            if lora is not None and adapters.of(layer_weights) is not None:
+                layer_weights = adapters.attached(layer_weights, config=execution.config, lora=lora)
             x, *made = layer(x, layer_weights, angles, positions, None, window, of_routing)
             return x, tuple(made)
 
@@ -113,12 +117,6 @@ def forward(
     return x.reshape(batch, length, -1), keys_values, _routed(chosen, (batch, length))
 
 
-def _by_layer(routes: jax.Array) -> jax.Array:
-    """i32[L, B * T, k] of routes [B, T, L, k]."""
-    rows = routes.reshape(-1, *routes.shape[2:]).astype(jnp.int32)
-    return jnp.moveaxis(rows, 1, 0)
-
-
 def _routed(chosen, shape: tuple[int, int]) -> Routed | None:
     """Of each layer's experts i32[L, B * T, k], and entropies and losses f32[L, B * T]."""
     if chosen is None:
@@ -129,12 +127,6 @@ def _routed(chosen, shape: tuple[int, int]) -> Routed | None:
     if balance is not None:
         balance = jnp.mean(balance, axis=0).reshape(shape)
     return Routed(own, entropy, balance)
-
-
-def _with_adapters(layer: Weights, execution: Execution) -> Weights:
-    if execution.lora is None or adapters.of(layer) is None:
-        return layer
-    return adapters.attached(layer, config=execution.config, lora=execution.lora)
 
 
 def logits(weights: Weights, hidden: jax.Array, *, execution: Execution) -> jax.Array:
@@ -302,6 +294,9 @@ def _experts(x, normed, w, of_routing, execution: Execution):
     routes, loads = of_routing
     config, numerics, placement = execution.config, execution.numerics, execution.placement
     logits = _router_logits(normed, w["router"], placement, numerics.of_router)
+    chooser = None  # the logits by which experts are chosen, if they are others
+    if numerics.of_choice != numerics.of_router:
+        chooser = _router_logits(normed, w["router"], placement, numerics.of_choice)
     choice = experts.choice(
         logits,
         count=config.num_experts_per_tok,
@@ -309,7 +304,7 @@ def _experts(x, normed, w, of_routing, execution: Execution):
         numerics=numerics,
         given=routes,
         sigmoid=_sigmoid(w, config),
-        chooser=_chooser(normed, w["router"], execution),
+        chooser=chooser,
     )
     made = experts.outputs(
         normed,
@@ -353,14 +348,6 @@ def _shared_experts(normed, w, execution: Execution):
     if "shared_scale" not in w:
         return made
     return experts.scaled(made, normed, w["shared_scale"], numerics=numerics)
-
-
-def _chooser(normed, router, execution: Execution):
-    """The logits by which experts are chosen, if they are others than the router's."""
-    numerics = execution.numerics
-    if numerics.of_choice == numerics.of_router:
-        return None
-    return _router_logits(normed, router, execution.placement, numerics.of_choice)
 
 
 def _router_logits(normed, router, placement: Placement, numerics: Numerics):

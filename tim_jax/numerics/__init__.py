@@ -203,9 +203,7 @@ GPU_BF16 = GpuTiles(
 # No device has compared tiles in float16.
 GPU_F16 = replace(GPU_BF16, matmul=(MatmulTile(rows=128, columns=128, warps=8, stages=6),))
 MOSAIC_GPU_BF16 = replace(
-    GPU_BF16,
-    matmul=(MatmulTile(rows=128, columns=128, warps=8, stages=4),),
-    programs=64,
+    GPU_BF16, matmul=(MatmulTile(rows=128, columns=128, warps=8, stages=4),), programs=64
 )
 MOSAIC_GPU_BF16_SEVERAL_TILES = replace(
     MOSAIC_GPU_BF16,
@@ -322,8 +320,7 @@ class Order:
     __repr__ = changes
 
     def __post_init__(self):
-        if self.ranks < 1:
-            raise InputError(f"Order: ranks must be at least 1, got {self.ranks}")
+        _check_sizes(self, ("ranks", "split_k"), least=1)
         for name in ("exchange", "experts_sum"):
             if getattr(self, name) not in ("compute", "float32"):
                 raise InputError(
@@ -333,8 +330,7 @@ class Order:
             raise InputError(f"Order: experts must be 'choice' or 'index', got {self.experts!r}")
         if self.lanes < 1 or self.lanes & (self.lanes - 1):
             raise InputError(f"Order: lanes must be a power of two, got {self.lanes}")
-        if self.split_k < 1:
-            raise InputError(f"Order: split_k must be at least 1, got {self.split_k}")
+
         if self.split_kv < 0:
             raise InputError(f"Order: split_kv must not be negative, got {self.split_kv}")
 

@@ -236,7 +236,8 @@ class Decoding:
         A chunk has as many prompts as give `at_a_time` sequences, or fewer, but at least one.
         """
         count, length = prompts.tokens.shape
-        chunk = _largest_divisor(count, at_a_time // samples)
+        most = min(at_a_time // samples, count)
+        chunk = next((size for size in range(most, 0, -1) if count % size == 0), 1)
 
         def one(part):
             tokens, lengths, sequences = part
@@ -402,11 +403,6 @@ def _streams(key: jax.Array, ids: jax.Array, samples: int, first: jax.Array | No
 
     of_group = jax.vmap(jax.vmap(stream, in_axes=(None, 0)))
     return of_group(ids, numbers).reshape(-1)
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`, or 1."""
-    return next((n for n in range(min(most, number), 0, -1) if number % n == 0), 1)
 
 
 def prompts_so_far(rollout: Rollout, ids: jax.Array) -> Prompts:

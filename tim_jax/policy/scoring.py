@@ -398,9 +398,14 @@ def _head(head, hidden, scored, total, used, options: _HeadOptions):
     def forward(head, hidden, scored, total, used):
         del total
         whole = collectives.gather_fsdp(head, head_axes, options.placement)
-        tile = partial(_head_tile, whole, options=options)
-        rows = hidden, scored
-        _, tiles = _fold(lambda _, rows: ((), fence(tile(*fence(rows)))), (), rows, used)
+
+        def tile(_, rows):
+            hidden, scored = fence(rows)
+            logits = transformer.logits_of_local_rows(whole, hidden, execution=options.gathered)
+            how = {"entropy": True, "energy": options.energy}
+            return (), fence(_outputs(logits, scored, options.execution, **how))
+
+        _, tiles = _fold(tile, (), (hidden, scored), used)
         return tuple(collectives.tensor_whole(x, options.placement) for x in tiles)
 
     def backward(residuals, cotangents):
@@ -450,12 +455,6 @@ def _fold(step: Callable, carry: Any, rows: Any, used: jax.Array | None) -> tupl
         return carry, jax.tree.map(put, made, new)
 
     return jax.lax.fori_loop(0, used, one, (carry, made))
-
-
-def _head_tile(head, hidden, scored, *, options: _HeadOptions):
-    """Log-prob, entropy and perhaps energy of this device's rows of the tile."""
-    logits = transformer.logits_of_local_rows(head, hidden, execution=options.gathered)
-    return _outputs(logits, scored, options.execution, entropy=True, energy=options.energy)
 
 
 def _outputs(logits, scored, execution: Execution, *, entropy: bool, energy: bool = False):

@@ -27,14 +27,7 @@ from tim_jax.rl import episodes
 from tim_jax.rl.episodes import Played
 from tim_jax.rl.programs import Programs
 from tim_jax.tasks import base
-from tim_jax.tasks.base import (
-    Answering,
-    Environment,
-    Example,
-    History,
-    SharedGrader,
-    Task,
-)
+from tim_jax.tasks.base import Answering, Environment, Example, History, SharedGrader, Task
 from tim_jax.tasks.bridges import Bridge, Bridged
 from tim_jax.tasks.text import check_prompts, dated, encode_prompt, uses_template
 

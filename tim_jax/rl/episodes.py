@@ -424,9 +424,9 @@ class _Books:
             if outcome.done or self.failed[row] or self.turn[row] == self.most.max_turns:
                 self.over[row] = True
             elif outcome.anew is None:
-                self._append_reply(row, _checked(outcome.tokens, self.vocabulary))
+                self._append_reply(row, _check_tokens(outcome.tokens, self.vocabulary))
             else:
-                self._begin_row(row, _checked(outcome.anew, self.vocabulary))
+                self._begin_row(row, _check_tokens(outcome.anew, self.vocabulary))
 
     def _append_reply(self, row: int, reply: np.ndarray) -> None:
         start = self.starts[row] + self.lengths[row]
@@ -525,7 +525,7 @@ class _Books:
         return x[np.argsort(self.order, axis=None)]
 
 
-def _checked(tokens: Any, vocabulary: int) -> np.ndarray:
+def _check_tokens(tokens: Any, vocabulary: int) -> np.ndarray:
     reply = np.asarray(tokens)
     if not reply.size:
         return np.zeros(0, np.int32)

@@ -23,7 +23,7 @@ from tim_jax.model import adapters
 from tim_jax.model.execution import Execution, jit
 from tim_jax.model.parameters import with_buffers
 from tim_jax.policy import scoring
-from tim_jax.rl import drawing, episodes, rules
+from tim_jax.rl import drawing, episodes
 from tim_jax.rl.drawing import Sample, Text, graded
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.types import Exactness, Experience, TrainState, cut_rollout, whole_lengths
@@ -197,9 +197,8 @@ def learn(
       NonFiniteError: `programs.training.learning.max_skipped` updates in a row were not finite.
     """
     training = programs.training
-    if (tokens := training.learning.micro_batch_tokens) is not None:
-        where, longest = training.execution.placement, int(whole_lengths(rollout).max())
-        rules.check_micro_batch_tokens(tokens, longest=longest, placement=where)
+    if training.learning.micro_batch_tokens is not None:
+        training.check_longest(int(whole_lengths(rollout).max()))
     rollout = trimmed(rollout, training.length_buckets)
     greedy = None if greedy_rewards is None else jnp.asarray(greedy_rewards)
     of_turns = ()
@@ -497,12 +496,12 @@ def scores(rewards: np.ndarray, ks: Sequence[int], *, solved: float = 1.0) -> di
         **{name: float(np.mean(values)) for name, values in passes.items()},
         "prompts": float(prompts),
         "reward": mean,
-        "reward_error": _error(rewards.mean(axis=1)),
-        **{f"{name}_error": _error(values) for name, values in passes.items()},
+        "reward_error": _standard_error(rewards.mean(axis=1)),
+        **{f"{name}_error": _standard_error(values) for name, values in passes.items()},
     }
 
 
-def _error(values: np.ndarray) -> float:
+def _standard_error(values: np.ndarray) -> float:
     """The standard error of their mean."""
     return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
 

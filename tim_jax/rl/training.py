@@ -200,6 +200,16 @@ class Training:
         if self.turns is not None and sampler.mismatch.in_flight is not None:
             raise sampler.mismatch.in_flight.refuse("is for responses of one turn")
 
+    def check_longest(self, longest: int) -> None:
+        """Refuses micro-batches of tokens that do not hold a sequence of `longest` tokens.
+
+        Raises:
+          RuleError: naming `micro_batch_tokens`.
+        """
+        if (tokens := self.learning.micro_batch_tokens) is not None:
+            where = self.execution.placement
+            rules.check_micro_batch_tokens(tokens, longest=longest, placement=where)
+
     def _settings(self) -> rules.Settings:
         names = {one.name for one in fields(rules.Settings)} & _PLACES.keys()
         names -= {"sampler_placement"}  # of which None stands for the learner's

@@ -147,7 +147,7 @@ class Bridge:
         """
         messages = _messages(content)
         if not messages:
-            return self._own(content)
+            return self._check_tokens(content)
         if not self.templated:
             text = "\n\n".join(str(message["content"]) for message in messages)
             ids = self._encode(text)
@@ -227,7 +227,7 @@ class Bridge:
         usual = self.tokenizer.eos_token_id
         return [usual] if usual in self.stop_tokens else sorted(self.stop_tokens)[:1]
 
-    def _own(self, content: Any) -> np.ndarray:
+    def _check_tokens(self, content: Any) -> np.ndarray:
         size = len(self.tokenizer)
         for token in content:
             if not 0 <= token < size:

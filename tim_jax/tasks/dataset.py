@@ -172,13 +172,15 @@ def _examples(rows: Sequence[Row], source: DatasetSource, truth: Truth) -> list[
     columns = _columns(rows[0], source)
     examples = [_example(row, columns, source, truth) for row in rows]
     check_hidden(examples, columns[0])
-    return [replace(example, prompt=_dressed(example.prompt, source)) for example in examples]
+    return [
+        replace(example, prompt=_apply_template(example.prompt, source)) for example in examples
+    ]
 
 
 def _columns(row: Row, source: DatasetSource) -> tuple[str, str]:
     for prompt, answer in LAYOUTS:
         prompt, answer = source.prompt_column or prompt, source.answer_column or answer
-        if all(_found(row.values, name) is not _MISSING for name in (prompt, answer)):
+        if all(_look_up(row.values, name) is not _MISSING for name in (prompt, answer)):
             return prompt, answer
     for name in (source.prompt_column, source.answer_column):
         if name is not None:
@@ -202,7 +204,7 @@ def _example(row: Row, columns: tuple[str, str], source: DatasetSource, truth: T
     return Example(asked, told, where=row.where)
 
 
-def _dressed(prompt: Prompt, source: DatasetSource) -> Prompt:
+def _apply_template(prompt: Prompt, source: DatasetSource) -> Prompt:
     """A prompt with the template and the system's message."""
     if isinstance(prompt, str):
         text = prompt if source.template is None else source.template.replace(PLACE, prompt)
@@ -227,20 +229,20 @@ _MISSING = object()
 
 
 def _value(row: Row, column: str) -> object:
-    found = _found(row.values, column)
+    found = _look_up(row.values, column)
     if found is _MISSING:
         hint = did_you_mean(column, map(str, row.values))
         raise InputError(f"dataset {row.where}: no column {column!r}; has {_names(row)}{hint}")
     return found
 
 
-def _found(values: object, column: str) -> object:
+def _look_up(values: object, column: str) -> object:
     if not isinstance(values, Mapping):
         return _MISSING
     if column in values:
         return values[column]
     outer, dot, inner = column.partition(".")
-    return _found(values.get(outer), inner) if dot else _MISSING
+    return _look_up(values.get(outer), inner) if dot else _MISSING
 
 
 def _names(row: Row) -> str:
@@ -316,7 +318,7 @@ def check_hidden(examples: Sequence[Example], column: str) -> None:
     """
     shared: set[str] = set()
     for example in examples:
-        end = _hidden(example)
+        end = _find_answer_at_end(example)
         if end is None or end in shared:
             continue
         truths = [other.answer for other in examples if _ending(other).endswith(end)]
@@ -329,7 +331,7 @@ def check_hidden(examples: Sequence[Example], column: str) -> None:
         shared.add(end)
 
 
-def _hidden(example: Example) -> str | None:
+def _find_answer_at_end(example: Example) -> str | None:
     """The end of the prompt that is the ground truth as a solution has it, if there is one."""
     ends = (f"\\boxed{{{example.answer}}}", f"#### {example.answer}")
     return next((end for end in ends if _ending(example).endswith(end)), None)
@@ -353,11 +355,11 @@ def truth_of(value: object, where: str, *, solution: bool) -> str:
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise InputError(f"{where} must be text or a number, got {shown(value)}")
-    text = value if isinstance(value, str) else _written_out(value, where)
+    text = value if isinstance(value, str) else _write_digits(value, where)
     text = _only_one(text, where)
     if not solution and _is_table(text):
         return text.strip()
-    if (solution or _MARKER.search(text)) and _marked(text) is None:
+    if (solution or _MARKER.search(text)) and _find_marked_answer(text) is None:
         needs = "no \\boxed{} answer" if solution else "headings (####), but no answer that is told"
         hint = "; if it is the answer itself, set task.answer_column=solution" if solution else ""
         raise InputError(f"{where} has {needs}: {shown(text[-60:])}{hint}")
@@ -393,11 +395,11 @@ def truth_in(text: str) -> str:
     A line that begins with `####` may be a heading of Markdown: one with lines after it is, and one
     without a number where there is a box.
     """
-    marked = _marked(text)
+    marked = _find_marked_answer(text)
     return text.strip() if marked is None else marked
 
 
-def _marked(text: str) -> str | None:
+def _find_marked_answer(text: str) -> str | None:
     """The answer that a text tells from the rest."""
     boxed = _last_boxed(text)
     markers = list(_MARKER.finditer(text))
@@ -436,7 +438,7 @@ def _only_one(text: str, where: str) -> str:
     return answers[0]
 
 
-def _written_out(number: float, where: str) -> str:
+def _write_digits(number: float, where: str) -> str:
     """Digits without an exponent, which a grader would take for Euler's number."""
     if not math.isfinite(number):
         raise InputError(f"{where} must be text or a finite number, got {number}")
@@ -520,13 +522,13 @@ def gym_task(
     pool = Pool("gym", "grading with gym", limits or Limits(), name=name, parameters=given)
     dataset = GymDataset(name, pool, system)
     evaluation = _distinct(dataset.examples(range(train_size, train_size + eval_size)))
-    held_out = frozenset(_question(example) for example in evaluation)
+    held_out = frozenset(last_text(example.prompt) for example in evaluation)
 
     @lru_cache(maxsize=KEPT)
     def train_item(index: int) -> Example:
         for step in range(train_size):
             example = dataset.examples([(index + step) % train_size])[0]
-            if _question(example) not in held_out:
+            if last_text(example.prompt) not in held_out:
                 return example
         raise InputError(f"reasoning-gym task {name!r}: all training questions are held out")
 
@@ -588,9 +590,6 @@ class GymDataset:
         self.pool.close()
 
 
-def _question(example: Example) -> str:
-    return example.prompt if isinstance(example.prompt, str) else example.prompt[-1].content
-
-
 def _distinct(examples: Sequence[Example]) -> tuple[Example, ...]:
-    return tuple({_question(example): example for example in reversed(examples)}.values())[::-1]
+    by_question = {last_text(example.prompt): example for example in reversed(examples)}
+    return tuple(by_question.values())[::-1]

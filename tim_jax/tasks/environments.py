@@ -126,7 +126,7 @@ class Here:
         if not self.asynchronous:
             yield from ((index, self._answer(turn)) for index, turn in enumerate(turns))
             return
-        loop = self._running()
+        loop = self._start_loop()
         asked = {
             asyncio.run_coroutine_threadsafe(self._awaited(turn), loop): index
             for index, turn in enumerate(turns)
@@ -137,9 +137,9 @@ class Here:
         except TimeoutError:  # one holds the loop, or does not end when it is told to
             self._loop = None
             for future, index in asked.items():
-                yield index, future.result() if future.done() else self._alone(turns, index)
+                yield index, future.result() if future.done() else self._ask_alone(turns, index)
 
-    def _alone(self, turns: Sequence[Turn], index: int) -> Answer:
+    def _ask_alone(self, turns: Sequence[Turn], index: int) -> Answer:
         """The answer to a turn that was late together with others, or for which it was alone."""
         if len(turns) == 1:
             return failed(turns[index].state, "time limit", _late(self._seconds))
@@ -176,7 +176,7 @@ class Here:
         key = (turn.key,) if self._takes_key else ()
         return self._respond(pickle.loads(state), turn.completion, *key)
 
-    def _running(self) -> asyncio.AbstractEventLoop:
+    def _start_loop(self) -> asyncio.AbstractEventLoop:
         """A loop in a thread of its own, because a notebook has one already in its main thread."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -300,12 +300,7 @@ class Guarded:
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        seconds: float = SECONDS,
-        workers: int = WORKERS,
-        memory: float = MEMORY,
+        self, name: str, *, seconds: float = SECONDS, workers: int = WORKERS, memory: float = MEMORY
     ) -> None:
         """Starts the first process and imports the function, written as for `load_respond`.
 
@@ -348,14 +343,14 @@ class Guarded:
 
     def answers(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Answer]]:
         """Yields (index in `turns`, answer) for each, in the order in which they are there."""
-        bodies = [_sent(turn) for turn in turns]
+        bodies = [_pack_turn(turn) for turn in turns]
         workers = self._limits.workers
         others = f" (each of the {workers} processes of task.environment_workers imports it)"
         with self._refusing(others):
             for index, outcome in self._pool.stream(bodies, together=self._together):
                 state = turns[index].state
                 if outcome.fault is None:
-                    yield index, _received(state, outcome.value)
+                    yield index, _unpack_answer(state, outcome.value)
                 elif outcome.fault == base.TIMEOUT:
                     what = f"{_late(self._limits.seconds)}{outcome.detail}"
                     yield index, failed(state, "time limit", what)
@@ -386,13 +381,13 @@ class TurnsHere:
             return {"error": str(error)}
 
 
-def _sent(turn: Turn) -> str:
+def _pack_turn(turn: Turn) -> str:
     state = turn.state if isinstance(turn.state, Packed) else pack(turn.state)
     sent = replace(turn, state=state, key=np.asarray(turn.key, np.uint32), asked=None)
     return base64.b64encode(pickle.dumps(sent)).decode()
 
 
-def _received(before: Any, value: Any) -> Answer:
+def _unpack_answer(before: Any, value: Any) -> Answer:
     """What a process says, which is no pickle: the user's code may have written it."""
     state, content, reward, done, failure = value
     if failure is not None:
@@ -444,13 +439,13 @@ class Recorded:
         known = self._known()
         asked = []
         for index, turn in enumerate(turns):
-            if (failure := known.get(_name(turn))) is None:
+            if (failure := known.get(_render_key(turn))) is None:
                 asked.append(index)
             else:
                 yield index, Outcome(turn.state, np.zeros(0, np.int32), done=True, failure=failure)
         for place, outcome in self.environment.outcomes([turns[index] for index in asked]):
             if outcome.failure is not None:
-                entry = {"turn": _name(turns[asked[place]]), "failure": outcome.failure}
+                entry = {"turn": _render_key(turns[asked[place]]), "failure": outcome.failure}
                 with writing(self.path), self.path.open("a", encoding="utf-8") as file:
                     file.write(f"\n{json.dumps(entry)}\n")
                     file.flush()
@@ -468,7 +463,7 @@ class Recorded:
         return known
 
 
-def _name(turn: Turn) -> str:
+def _render_key(turn: Turn) -> str:
     return "".join(f"{int(part):08x}" for part in turn.key)
 
 

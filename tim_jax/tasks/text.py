@@ -52,10 +52,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=EOS,
-        pad_token=PAD,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
     )
 
 

@@ -23,7 +23,6 @@ from tim_jax.model.execution import Execution
 from tim_jax.placement import Devices
 from tim_jax.policy import sampler
 from tim_jax.policy.scoring import shares_gradient
-from tim_jax.rl import rules
 
 _GIB = 2**30
 _MARGIN = 1.05  # an estimate may be so much too high, so what is near the limit may try
@@ -374,14 +373,12 @@ def _wider(workload: Workload, devices: Devices) -> tuple[str, Workload] | None:
 
 def _possible(workload: Workload) -> bool:
     """Whether a run takes these settings."""
-    execution, tokens = workload.execution, workload.tokens
-    where = execution.placement
+    execution, training = workload.execution, workload.training
     try:
-        workload.training.check()
-        for one in {where, workload.training.drawing.placement}:
+        training.check()
+        for one in {execution.placement, training.drawing.placement}:
             parameters.check(execution.config, execution.numerics, one)
-        if tokens is not None:
-            rules.check_micro_batch_tokens(tokens, longest=workload.longest, placement=where)
+        training.check_longest(workload.longest)
     except InputError:
         return False
     return True
