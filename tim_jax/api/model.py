@@ -275,16 +275,10 @@ def save(model: Model, folder: str | Path, *, dtype: DTypeLike = "float32") -> P
     """
     check_model("save", model)
     stored = dtype_name("save: dtype", dtype)
+    made = hf.generation_config(model.config, model.tokenizer, model.stop_tokens, model.generation)
+    how: Any = {"tokenizer": model.tokenizer, "generation": made, "dtype": stored}
     params = placement.whole(model.merged_params)
-
-    def write() -> str:
-        config, tokenizer = model.config, model.tokenizer
-        made = hf.generation_config(config, tokenizer, model.stop_tokens, model.generation)
-        return str(
-            hf.save(folder, params, config, tokenizer=tokenizer, generation=made, dtype=stored)
-        )
-
-    return Path(placement.led(write))
+    return Path(placement.led(lambda: str(hf.save(folder, params, model.config, **how))))
 
 
 def named_arrays(model: Model, *, dtype: DTypeLike = "float32") -> Iterator[tuple[str, np.ndarray]]:
