@@ -157,6 +157,15 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+def check_near(found, expected, share, *, rtol=0.0):
+    """Asserts that leaves differ by at most this share of the largest number that is in theirs."""
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
+        largest = np.abs(theirs).max()
+        assert largest > 0
+        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=share * largest)
+
+
 class _Messages(logging.Handler):
     def __init__(self):
         super().__init__()

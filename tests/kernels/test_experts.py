@@ -9,7 +9,7 @@ import pytest
 import quick
 from hypothesis import given
 from hypothesis import strategies as st
-from interpreted import shapes
+from interpreted import f64, shapes
 
 from tim_jax import kernels
 from tim_jax.instruments.plan import costs
@@ -27,10 +27,6 @@ ROWS, EXPERTS, HIDDEN, WIDTH, CHOSEN = 29, 7, 20, 12, 3
 def normal(seed, *shape, dtype=jnp.float32):
     values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     return jnp.asarray(values).astype(dtype)
-
-
-def f64(x):
-    return np.asarray(x.astype(jnp.float32)).astype(np.float64)
 
 
 def bits(x):

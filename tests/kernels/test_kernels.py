@@ -11,6 +11,7 @@ import pytest
 import quick
 from hypothesis import given
 from hypothesis import strategies as st
+from interpreted import f64, normal
 
 from tim_jax import kernels
 from tim_jax.app.run.assembly import fixed_numerics
@@ -57,14 +58,6 @@ EXACT = pytest.mark.parametrize(
     ids=["float32", "bfloat16", "float16"],
 )
 FAMILIES = {"tiles": tiles, "native": native}
-
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-def f64(x):
-    return np.asarray(x.astype(jnp.float32)).astype(np.float64)
 
 
 def bits(x):

@@ -8,7 +8,7 @@ own key.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from tim_jax import corrections
 from tim_jax.common.errors import InputError, check_choice
@@ -94,19 +94,18 @@ class Settings:
           RuleError: with the field that is wrong.
           InputError: an objective that needs the whole distribution, of a truncated one.
         """
-        objective, samples, prompts = self.objective, self.samples, self.prompts_per_step
-        sequences, updates = prompts * samples, self.mini_batches * self.epochs
-        greedy = "greedy_rewards" in advantages.needs(objective.estimator)
-        parts: Any = {"mini_batches": self.mini_batches, "micro_batch": self.micro_batch}
+        objective, updates = self.objective, self.mini_batches * self.epochs
         if self.truncated:
             objective.check_whole_distribution()
-        check_learning(objective, self.correction, mode=self.mode, samples=samples, updates=updates)
-        check_length(objective)
-        check_reward_kl(objective, sequences=sequences)
-        check_rows(prompts=prompts, samples=samples, **parts)
+        check_learning(
+            objective, self.correction, mode=self.mode, samples=self.samples, updates=updates
+        )
+        rule = "must be given, as the aggregation or overlong_cache counts from it"
+        _require(not objective.lacks_length, "max_length", None, rule)
+        self._check_reward_kl()
+        self._check_parts()
         if self.noise_scale:
-            rows = sequences // self.mini_batches
-            check_noise_scale(sequences=rows, micro_batch=self.micro_batch, samples=samples)
+            self._check_noise_scale()
         if self.micro_batch_tokens is not None:
             check_packed(noise_scale=self.noise_scale)
             if self.max_prompt_length is not None:
@@ -114,29 +113,101 @@ class Settings:
                 check_micro_batch_tokens(
                     self.micro_batch_tokens, longest=whole, placement=self.placement
                 )
-        check_refills(self.refills, objective, samples=samples)
-        check_staleness(self.max_staleness, offload=self.offload)
-        self._check_turns()
-        check_learner_rows(self.placement, sequences=sequences, **parts)
-        where = self.sampler_placement
-        check_sampler_rows(
-            where, prompts=prompts, sequences=sequences, slots=self.slots, greedy=greedy
-        )
-
-    def _check_turns(self) -> None:
+        self._check_refills()
+        self._check_staleness()
         if self.turns is None:
             rule = "needs episodes of several turns"
             _require(self.credit != "turn", "credit", self.credit, rule)
+        else:
+            self._check_turns(self.turns)
+        self._check_learner_rows()
+        self._check_sampler_rows()
+
+    @property
+    def _sequences(self) -> int:
+        """A step's."""
+        return self.prompts_per_step * self.samples
+
+    def _check_reward_kl(self) -> None:
+        """Refuses a horizon of the KL's coefficient that a single step could end."""
+        horizon, sequences = self.objective.reward_kl_horizon, self._sequences
+        if self.objective.controller is not None and sequences >= _STEP_OVER_HORIZON * horizon:
+            least = sequences // _STEP_OVER_HORIZON
+            rule = f"must be more than {least}, a fifth of the {sequences} sequences of a step"
+            raise RuleError("reward_kl_horizon", horizon, f"{rule}: one step could end the penalty")
+
+    def _check_parts(self) -> None:
+        """Refuses parts that do not divide a step's prompts x samples sequences."""
+        total, parts, micro = self._sequences, self.mini_batches, self.micro_batch
+        product = f"{self.prompts_per_step} prompts x {self.samples} samples"
+        rule = f"must divide the {total} sequences of a step ({product})"
+        _require(total % parts == 0, "mini_batches", parts, rule)
+        rows = total // parts
+        rule = f"must divide the {rows} sequences of a mini-batch ({product},"
+        rule += f" mini_batches = {parts})"
+        _require(not micro or rows % micro == 0, "micro_batch", micro, rule)
+
+    def _check_noise_scale(self) -> None:
+        """Refuses to measure the gradient's noise from micro-batches that are not independent."""
+        rows = self._sequences // self.mini_batches
+        micro = self.micro_batch or rows
+        rule = f"needs a micro_batch below the {rows} sequences of a mini-batch, and a multiple"
+        rule += f" of the {self.samples} samples of a prompt: groups stay together"
+        _require(micro < rows and micro % self.samples == 0, "noise_scale", True, rule)
+
+    def _check_refills(self) -> None:
+        """Refuses to draw again where no reward says that a group has no signal."""
+        refills, estimator = self.refills, self.objective.estimator
+        _require(refills >= 0, "refills", refills, "must be 0 or more")
+        if not refills:
             return
-        check_turns(
-            max_tokens=self.turns.max_tokens,
-            longest=self.longest,
-            max_staleness=self.max_staleness,
-            routing=self.routing,
-            objective=self.objective,
-        )
-        check_credit(self.credit, self.objective)
-        check_cut(self.turns.history, noise_scale=self.noise_scale)
+        rule = f"must be 0: the estimator {estimator!r} learns from groups of equal rewards too"
+        _require(estimator in advantages.GROUP_BASELINES, "refills", refills, rule)
+        rule = "must be 0 with one sample a prompt: no group of one has unequal rewards"
+        _require(self.samples > 1, "refills", refills, rule)
+
+    def _check_staleness(self) -> None:
+        """Refuses to draw ahead while the state is to leave the devices."""
+        ahead = self.max_staleness
+        _require(ahead >= 0, "max_staleness", ahead, "must be 0 or more")
+        rule = "must be 0 with offload, which takes the state away while a step is drawn"
+        _require(not (ahead and self.offload), "max_staleness", ahead, rule)
+
+    def _check_turns(self, turns: Turns) -> None:
+        """Refuses what there is not for episodes of several turns."""
+        rule = f"must be at most the {self.longest} tokens of an episode, but is {turns.max_tokens}"
+        _require(turns.max_tokens <= self.longest, "max_tokens", turns.max_tokens, rule)
+        for field, only in (("max_staleness", 0), ("routing", "own")):
+            rule = f"must be {only!r} for episodes of several turns"
+            _require(getattr(self, field) == only, field, getattr(self, field), rule)
+        estimator, of_tokens = self.objective.estimator, advantages.OF_TOKENS
+        rule = "needs greedy responses, which there are not for episodes of several turns"
+        _require(not self.objective.needs_greedy, "estimator", estimator, rule)
+        rule = f"needs an estimator of what follows each token: {', '.join(sorted(of_tokens))}"
+        _require(self.credit != "turn" or estimator in of_tokens, "credit", self.credit, rule)
+        # Rows of one episode are not independent.
+        rule = 'needs equally many sequences in a micro-batch, and history = "cut" adds some'
+        cuts = turns.history == "cut"
+        _require(not (cuts and self.noise_scale), "noise_scale", True, rule)
+
+    def _check_learner_rows(self) -> None:
+        """Refuses a placement of the learner whose devices could not have equally many rows."""
+        rows = {"a step": self._sequences, "a mini-batch": self._sequences // self.mini_batches}
+        if self.micro_batch:
+            rows["a micro-batch"] = self.micro_batch
+        for what, count in rows.items():
+            _check_spread("placement", self.placement, count, f"the {count} sequences of {what}")
+
+    def _check_sampler_rows(self) -> None:
+        """Refuses a placement of the sampler whose devices could not have equally many rows."""
+        where, prompts, count = self.sampler_placement, self.prompts_per_step, self._sequences
+        _check_spread("sampler_placement", where, count, f"the {count} sequences of a step")
+        if self.slots:
+            _check_spread("sampler_placement", where, self.slots, f"the {self.slots} slots")
+        rule = f"must be a multiple of the sampler's {where.shards_text}: the estimator draws one"
+        rule += " greedy response a prompt"
+        spread = not self.objective.needs_greedy or prompts % where.shards == 0
+        _require(spread, "prompts_per_step", prompts, rule)
 
 
 def _require(holds: bool, field: str, value: object, rule: str) -> None:
@@ -178,58 +249,6 @@ def check_learning(
         raise RuleError("samples", samples, str(error).partition(": ")[2]) from error
 
 
-def check_length(objective: Objective) -> None:
-    """Refuses an objective that counts from a longest response that it does not know."""
-    rule = "must be given, as the aggregation or overlong_cache counts from it"
-    _require(not objective.lacks_length, "max_length", None, rule)
-
-
-def check_reward_kl(objective: Objective, *, sequences: int) -> None:
-    """Refuses a horizon of the KL's coefficient that a single step could end."""
-    horizon = objective.reward_kl_horizon
-    if objective.controller is not None and sequences >= _STEP_OVER_HORIZON * horizon:
-        least = sequences // _STEP_OVER_HORIZON
-        rule = f"must be more than {least}, a fifth of the {sequences} sequences of a step"
-        raise RuleError("reward_kl_horizon", horizon, f"{rule}: one step could end the penalty")
-
-
-def check_rows(*, prompts: int, samples: int, mini_batches: int, micro_batch: int | None) -> None:
-    """Refuses parts that do not divide a step's prompts x samples sequences."""
-    total, product = prompts * samples, f"{prompts} prompts x {samples} samples"
-    rule = f"must divide the {total} sequences of a step ({product})"
-    _require(total % mini_batches == 0, "mini_batches", mini_batches, rule)
-    rows = total // mini_batches
-    rule = f"must divide the {rows} sequences of a mini-batch ({product},"
-    rule += f" mini_batches = {mini_batches})"
-    _require(not micro_batch or rows % micro_batch == 0, "micro_batch", micro_batch, rule)
-
-
-def check_learner_rows(
-    where: Placement, *, sequences: int, mini_batches: int, micro_batch: int | None
-) -> None:
-    """Refuses a placement of the learner whose devices could not have equally many rows."""
-    rows = {"a step": sequences, "a mini-batch": sequences // mini_batches}
-    if micro_batch:
-        rows["a micro-batch"] = micro_batch
-    for what, count in rows.items():
-        _check_spread("placement", where, count, f"the {count} sequences of {what}")
-
-
-def check_sampler_rows(
-    where: Placement, *, prompts: int, sequences: int, slots: int | None, greedy: bool
-) -> None:
-    """Refuses a placement of the sampler whose devices could not have equally many rows.
-
-    `greedy`: whether it also draws one greedy response a prompt.
-    """
-    _check_spread("sampler_placement", where, sequences, f"the {sequences} sequences of a step")
-    if slots:
-        _check_spread("sampler_placement", where, slots, f"the {slots} slots")
-    rule = f"must be a multiple of the sampler's {where.shards_text}: the estimator draws one"
-    rule += " greedy response a prompt"
-    _require(not greedy or prompts % where.shards == 0, "prompts_per_step", prompts, rule)
-
-
 def _check_spread(field: str, where: Placement, count: int, what: str) -> None:
     if count % where.shards:
         sizes = {axis: getattr(where, axis) for axis in ROWS}
@@ -238,17 +257,6 @@ def _check_spread(field: str, where: Placement, count: int, what: str) -> None:
         axis = next((axis for axis, size in sizes.items() if count % size), largest)
         rule = f"{where.shards_text} must divide {what}"
         raise RuleError(field, str(where), rule, axis=axis)
-
-
-def check_noise_scale(*, sequences: int, micro_batch: int | None, samples: int) -> None:
-    """Refuses to measure the gradient's noise from micro-batches that are not independent.
-
-    `sequences` are a mini-batch's.
-    """
-    micro = micro_batch or sequences
-    rule = f"needs a micro_batch below the {sequences} sequences of a mini-batch, and a multiple"
-    rule += f" of the {samples} samples of a prompt: groups stay together"
-    _require(micro < sequences and micro % samples == 0, "noise_scale", True, rule)
 
 
 def check_packed(*, noise_scale: bool) -> None:
@@ -269,52 +277,3 @@ def check_micro_batch_tokens(tokens: int, *, longest: int, placement: Placement)
     rule = f"must be {multiple}at least {least}: it holds a sequence of up to {longest} tokens"
     holds = tokens >= least and tokens % shards == 0
     _require(holds, "micro_batch_tokens", tokens, f"{rule}{devices}")
-
-
-def check_refills(refills: int, objective: Objective, *, samples: int) -> None:
-    """Refuses to draw again where no reward says that a group has no signal."""
-    _require(refills >= 0, "refills", refills, "must be 0 or more")
-    if not refills:
-        return
-    rule = f"the estimator {objective.estimator!r} learns from groups of equal rewards too"
-    compares = objective.estimator in advantages.GROUP_BASELINES
-    _require(compares, "refills", refills, f"must be 0: {rule}")
-    rule = "must be 0 with one sample a prompt: no group of one has unequal rewards"
-    _require(samples > 1, "refills", refills, rule)
-
-
-def check_turns(
-    *, max_tokens: int, longest: int, max_staleness: int, routing: str, objective: Objective
-) -> None:
-    """Refuses what there is not for episodes of several turns.
-
-    `max_tokens` are a turn's, `longest` an episode's.
-    """
-    rule = f"must be at most the {longest} tokens of an episode, but is {max_tokens}"
-    _require(max_tokens <= longest, "max_tokens", max_tokens, rule)
-    for field, value, only in (("max_staleness", max_staleness, 0), ("routing", routing, "own")):
-        rule = f"must be {only!r} for episodes of several turns"
-        _require(value == only, field, value, rule)
-    greedy = "greedy_rewards" in advantages.needs(objective.estimator)
-    rule = "needs greedy responses, which there are not for episodes of several turns"
-    _require(not greedy, "estimator", objective.estimator, rule)
-
-
-def check_credit(credit: str, objective: Objective) -> None:
-    """Refuses rewards of turns where an estimator only takes those of whole responses."""
-    known, of_tokens = ", ".join(sorted(advantages.OF_TOKENS)), advantages.OF_TOKENS
-    rule = f"needs an estimator of what follows each token: {known}"
-    _require(credit != "turn" or objective.estimator in of_tokens, "credit", credit, rule)
-
-
-def check_cut(history: str, *, noise_scale: bool) -> None:
-    """Refuses to measure the gradient's noise between rows of one episode."""
-    rule = 'needs equally many sequences in a micro-batch, and history = "cut" adds some'
-    _require(history != "cut" or not noise_scale, "noise_scale", True, rule)
-
-
-def check_staleness(max_staleness: int, *, offload: bool) -> None:
-    """Refuses to draw ahead while the state is to leave the devices."""
-    _require(max_staleness >= 0, "max_staleness", max_staleness, "must be 0 or more")
-    rule = "must be 0 with offload, which takes the state away while a step is drawn"
-    _require(not (max_staleness and offload), "max_staleness", max_staleness, rule)
