@@ -292,12 +292,13 @@ def test_attention_on_a_gpu_states_its_products_and_loads(with_gradient):
     attend = partial(kernels.attention, numerics=numerics, aligned=True)
     matrix = jnp.ones((8, 8))
 
-    def total(given):
-        return jnp.sum(attend(*given, at))
+    def total(arrays):
+        query, key, value = arrays
+        return jnp.sum(attend(query, key, value, at))
 
-    def run(*given):
-        made = jax.grad(total)(given) if with_gradient else attend(*given, at)
-        _, _, value = given
+    def run(query, key, value):
+        arrays = query, key, value
+        made = jax.grad(total)(arrays) if with_gradient else attend(*arrays, at)
         times = jnp.argmax(value)  # known to nobody before the program runs
         return made, jax.lax.fori_loop(0, times, lambda _, x: x @ x, matrix)
 
