@@ -12,10 +12,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -26,7 +25,6 @@ RESULTS = pathlib.Path(__file__).parent.parent / "docs" / "results"
 BATCHES = (8, 32, 64)
 DTYPES = ("float32", "bfloat16")
 GROUP = 4  # samples of a prompt in a GRPO step
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 _COMPILING = "/jax/core/compile/backend_compile_duration"  # also of a program from a cache
 _QUIET = 0.5  # load average above which figures are not to be trusted
 
@@ -284,13 +282,40 @@ def publish(lines: Sequence[str], options: argparse.Namespace, page: pathlib.Pat
         target.write_text(text)
 
 
-def between_marks(text: str, measured: str) -> str:
+def between_marks(text: str, measured: str, mark: str = "measured") -> str:
     """A page's text with `measured` between its marks; what stands outside is a person's."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"the page needs the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{measured}\n{END}{after}"
+    begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+    before, begun, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (begun and ended):
+        raise SystemExit(f"the page needs the lines {begin} and {end}")
+    return f"{before}{begin}\n\n{measured}\n{end}{after}"
+
+
+def with_section(page: str, section: str) -> str:
+    """The page with this section in place of the one with its title, or at the end."""
+    title = section.partition("\n")[0]
+    before, found, after = page.partition(f"{title}\n")
+    after = after.partition("\n## ")
+    rest = f"\n{after[1].strip()} {after[2]}" if found and after[1] else ""
+    return f"{before.rstrip()}\n\n{section}{rest}"
+
+
+def put_section(page: pathlib.Path, section: str) -> None:
+    """Prints a section, and writes it into its page, which is made if it is not there."""
+    print(section)
+    page.write_text(with_section(page.read_text() if page.exists() else "", section))
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The lines of a file of JSON lines; none if it is not there."""
+    return [json.loads(line) for line in path.open(encoding="utf-8")] if path.exists() else []
+
+
+def keep(path: pathlib.Path, row: Mapping[str, Any]) -> None:
+    """Appends a line to such a file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def publish_plans(
@@ -325,44 +350,63 @@ def _planned(case: Any, folder: pathlib.Path) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
+def generated(
+    model: Any, prompts: Iterable[list[int]], *, samples: int, stops: Sequence[int], **how: Any
+) -> list[dict[str, Any]]:
+    """Rows that transformers' `generate` draws with its cache, with the log-probs that it drew by.
+
+    `raw` has those of the logits before temperature and truncation. `how`: further options of it.
+    """
+    import torch
+
+    rows = []
+    for prompt in prompts:
+        given = torch.tensor([prompt] * samples)
+        options = {"do_sample": True, "top_k": 0, "eos_token_id": list(stops), **how}
+        outputs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+        made = model.generate(given, attention_mask=torch.ones_like(given), **options, **outputs)
+        drawn = made.sequences[:, len(prompt) :]
+        own, raw = (
+            torch.log_softmax(torch.stack(x, dim=1).float(), dim=-1).gather(2, drawn[..., None])
+            for x in (made.scores, made.logits)
+        )
+        each = zip(drawn.tolist(), own[..., 0].tolist(), raw[..., 0].tolist(), strict=True)
+        for ids, log_probs, before in each:
+            length = next((i + 1 for i, x in enumerate(ids) if x in stops), len(ids))
+            row = {"response_token_ids": ids, "logprobs": log_probs, "raw": before}
+            cut = {name: values[:length] for name, values in row.items()}
+            rows.append({"prompt_token_ids": prompt, **cut})
+    return rows
+
+
 def share_even(completion: str) -> float:
     """The peer benchmark's reward: the share of even numbers among the words of a completion."""
     words = completion.split()
     return sum(int(word) % 2 == 0 for word in words) / max(1, len(words))
 
 
-def operations(worker) -> dict[str, Callable[[], dict]]:
-    """What both libraries' workers can be asked."""
-    names = "about", "prepare_sampler", "sample", "prepare_skewed", "prepare_learner", "step"
-    found = {name: getattr(worker, name) for name in names}
-    for count in slots(worker.batch):
-        found[f"skewed_{count}"] = partial(worker.sample_skewed, count)
-    return found
+def serve(make_worker: Callable[[Sizes, int, str], Any], description: str) -> None:
+    """A worker's life, which is one row of the table, as its arguments say.
 
-
-def serve(operations: Mapping[str, Callable[[], dict]]) -> None:
-    """A worker's life: reads the name of an operation a line, answers with JSON a line.
-
-    An answer that takes time names what was compiled meanwhile. Whatever libraries print goes to
+    Reads the name of a method a line, perhaps with a number, and answers with JSON a line. An
+    answer that takes time names what was compiled meanwhile. Whatever libraries print goes to
     stderr, so that answers stand alone on stdout.
     """
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--batch", type=int, required=True)
+    options.add_argument("--dtype", choices=DTYPES, required=True)
+    options.add_argument("--shape", choices=SHAPES, required=True)
+    chosen = options.parse_args()
+    worker = make_worker(SHAPES[chosen.shape], chosen.batch, chosen.dtype)
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         for line in sys.stdin:
+            operation, *number = line.split()
             with compilations() as compiled:
-                answer = operations[line.strip()]()
+                answer = getattr(worker, operation)(*map(int, number))
             if "seconds" in answer:
                 answer["compiled"] = compiled
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
     # The peer's idle threads would keep the process alive.
     os._exit(0)
-
-
-def worker_parser(description: str) -> argparse.ArgumentParser:
-    """Arguments of a worker: one row of the table."""
-    options = argparse.ArgumentParser(description=description)
-    options.add_argument("--batch", type=int, required=True)
-    options.add_argument("--dtype", choices=DTYPES, required=True)
-    options.add_argument("--shape", choices=SHAPES, required=True)
-    return options

@@ -7,11 +7,9 @@ works in a process of its own, one after the other. Within it calls are timed in
 """
 
 import json
-import pathlib
 import statistics
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from functools import partial
 
@@ -45,7 +43,7 @@ FORMS = {
 
 
 def work(options) -> None:
-    """One interpreter's part: a JSON object on stdout."""
+    """One interpreter's part: a JSON object on the last line of stdout."""
     sizes = common.SMOKE if options.smoke else SIZES
     rows = []
     for dtype in common.DTYPES:
@@ -69,16 +67,14 @@ def work(options) -> None:
                 calls[form]()
         times = common.interleaved(calls, options.repeats)
         rows.append({"dtype": dtype, "times": times})
-    versions = common.versions("jax", "jaxlib")
-    options.worker.write_text(json.dumps({"versions": versions, "rows": rows}))
+    print(json.dumps({"versions": common.versions("jax", "jaxlib"), "rows": rows}))
 
 
 def measure(python: str, options) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        answer = pathlib.Path(folder) / "answer.json"
-        command = [python, __file__, "--worker", str(answer), "--repeats", str(options.repeats)]
-        subprocess.run(command + ["--smoke"] * options.smoke, check=True)
-        return json.loads(answer.read_text())
+    command = [python, __file__, "--worker", "--repeats", str(options.repeats)]
+    command += ["--smoke"] * options.smoke
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(found.stdout.splitlines()[-1])
 
 
 def lines(parts: list[dict], load: float, sizes: common.Sizes) -> list[str]:
@@ -114,9 +110,9 @@ def lines(parts: list[dict], load: float, sizes: common.Sizes) -> list[str]:
 def main() -> None:
     parser = common.parser(__doc__ or "", PAGE)
     parser.add_argument("--python", action="append", help="an interpreter (default: this one)")
-    parser.add_argument("--worker", type=pathlib.Path, help="where a part writes")
+    parser.add_argument("--worker", action="store_true", help="measure a part, and print it")
     options = parser.parse_args()
-    if options.worker is not None:
+    if options.worker:
         work(options)
         return
     load = common.load_average()

@@ -32,6 +32,9 @@ GOALS = {"sampler": 1.10, "learner": 1.00}
 _SEED = 0
 
 
+Times = Mapping[str, Mapping[str, tuple[float, ...]]]  # program -> side -> seconds
+
+
 class Side(NamedTuple):
     """One numerics' timed calls."""
 
@@ -44,9 +47,8 @@ class Row(NamedTuple):
 
     batch: int
     dtype: str
-    times: Mapping[str, Mapping[str, tuple[float, ...]]]  # program -> side -> seconds
+    times: Times
     tokens: Mapping[str, int]  # program -> tokens per call
-    compared: int
     unequal_native: int
 
 
@@ -113,36 +115,52 @@ def calibrated(config: ModelConfig, dtype: str, sizes: common.Sizes, *, batch: i
     return fitting.calibrate(config, fixed, batch=batch, longest=longest)
 
 
-def measure(sizes: common.Sizes, batch: int, dtype: str, repeats: int) -> Row:
-    """Times one cell of the table; raises if the exact side is not exact."""
-    config = model_config(sizes)
+def exact_and_native(
+    config: ModelConfig, sizes: common.Sizes, batch: int, dtype: str
+) -> tuple[dict[str, Side], int]:
+    """The sides "exact" and "native", and the tokens that are unequal in native numerics.
+
+    Raises if the exact side is not exact.
+    """
     params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
     prompts = make_prompts(config, sizes, batch)
-    exact = calibrated(config, dtype, sizes, batch=batch)
-    sides, found = {}, {}
-    for name, numerics in {
-        "exact": exact,
+    both = {
+        "exact": calibrated(config, dtype, sizes, batch=batch),
         "native": fixed_numerics("native", dtype, length=config.max_positions),
-    }.items():
+    }
+    sides, found = {}, {}
+    for name, numerics in both.items():
         execution = Execution(config, numerics, Sampling(sizes.response))
         sides[name], found[name] = make_side(execution, params, prompts)
     compared, unequal = int(found["exact"].compared), int(found["exact"].unequal)
     if unequal or compared != batch * sizes.response:
-        raise SystemExit(f"batch {batch}, {dtype}: {unequal} of {compared} tokens are unequal")
-    return Row(
-        batch,
-        dtype,
-        times={
-            "sampler": common.interleaved({n: s.sample for n, s in sides.items()}, repeats),
-            "learner": common.interleaved({n: s.gradient for n, s in sides.items()}, repeats),
-        },
-        tokens={
-            "sampler": batch * sizes.response,
-            "learner": batch * (sizes.prompt + sizes.response),
-        },
-        compared=compared,
-        unequal_native=int(found["native"].unequal),
-    )
+        raise SystemExit(
+            f"{config.model_type}, batch {batch}, {dtype}: {unequal} of {compared} tokens are"
+            " unequal"
+        )
+    return sides, int(found["native"].unequal)
+
+
+def timed(sides: Mapping[str, Side], repeats: int) -> Times:
+    """Seconds of both programs of all sides, which take turns."""
+    return {
+        "sampler": common.interleaved({n: s.sample for n, s in sides.items()}, repeats),
+        "learner": common.interleaved({n: s.gradient for n, s in sides.items()}, repeats),
+    }
+
+
+def tokens_of(sizes: common.Sizes, batch: int) -> dict[str, int]:
+    """Tokens of a call of both programs."""
+    return {
+        "sampler": batch * sizes.response,
+        "learner": batch * (sizes.prompt + sizes.response),
+    }
+
+
+def measure(sizes: common.Sizes, batch: int, dtype: str, repeats: int) -> Row:
+    """Times one cell of the table; raises if the exact side is not exact."""
+    sides, unequal = exact_and_native(model_config(sizes), sizes, batch, dtype)
+    return Row(batch, dtype, timed(sides, repeats), tokens_of(sizes, batch), unequal)
 
 
 def table(rows: list[Row]) -> list[str]:
@@ -159,7 +177,7 @@ def table(rows: list[Row]) -> list[str]:
             lines.append(
                 f"| {program} | {row.batch} | {row.dtype} | {speeds[0]} | {speeds[1]}"
                 f" | {median:.3f} | {best:.3f} | <= {goal:.2f}"
-                f" | 0, {row.unequal_native} of {row.compared:,} |"
+                f" | 0, {row.unequal_native} of {row.tokens['sampler']:,} |"
             )
     return lines
 
@@ -174,10 +192,6 @@ def main() -> None:
         rows.append(measure(sizes, batch, dtype, options.repeats))
         print("\n".join(table(rows[-1:])), flush=True)
         jax.clear_caches()
-    publish(options, load, sizes, rows)
-
-
-def publish(options, load: float, sizes: common.Sizes, rows: list[Row]) -> None:
     lines = [
         "# What exactness costs",
         "",

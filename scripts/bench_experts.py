@@ -13,29 +13,23 @@ from typing import NamedTuple
 
 import bench_common as common
 import jax
-import jax.numpy as jnp
-from bench_exactness_cost import calibrated, make_prompts, make_side, model_config
+from bench_exactness_cost import Times, exact_and_native, model_config, timed, tokens_of
 
-from tim_jax.app.run.assembly import fixed_numerics
-from tim_jax.instruments.auditing.cases import random_params
 from tim_jax.model.config import LatentConfig, ModelConfig
-from tim_jax.model.execution import Execution, Sampling
 
 PAGE = common.RESULTS / "experts.md"
 EXPERTS, CHOSEN = 16, 2
 MODELS = ("mixture", "latent", "dense")
 GOALS = {"sampler": 0.6, "learner": 0.5}  # mixture over dense, tokens per second
 EXACT_GOAL = 1.10  # exact over native, time of the mixture
-_SEED = 0
 
 
 class Row(NamedTuple):
     """Times of one dtype."""
 
     dtype: str
-    times: Mapping[str, Mapping[str, tuple[float, ...]]]  # program -> side -> seconds
+    times: Times
     tokens: Mapping[str, int]  # program -> tokens per call
-    compared: int
 
 
 def mixture_of(config: ModelConfig) -> ModelConfig:
@@ -73,33 +67,12 @@ def latent_of(mixture: ModelConfig) -> ModelConfig:
 def measure(sizes: common.Sizes, batch: int, dtype: str, repeats: int) -> Row:
     """Times one dtype; raises if an exact side is not exact."""
     dense = model_config(sizes)
-    sides = {}
     mixture = mixture_of(dense)
-    models = {"mixture": mixture, "latent": latent_of(mixture), "dense": dense}
-    for model, config in models.items():
-        params = jax.tree.map(jnp.asarray, random_params(config, _SEED))
-        prompts = make_prompts(config, sizes, batch)
-        exact = calibrated(config, dtype, sizes, batch=batch)
-        native = fixed_numerics("native", dtype, length=config.max_positions)
-        for name, numerics in {"exact": exact, "native": native}.items():
-            execution = Execution(config, numerics, Sampling(sizes.response))
-            side, found = make_side(execution, params, prompts)
-            sides[f"{model}, {name}"] = side
-            wrong = int(found.unequal) or int(found.compared) != batch * sizes.response
-            if name == "exact" and wrong:
-                raise SystemExit(f"{model}, {dtype}: {found.unequal} tokens are unequal")
-    return Row(
-        dtype,
-        times={
-            "sampler": common.interleaved({n: s.sample for n, s in sides.items()}, repeats),
-            "learner": common.interleaved({n: s.gradient for n, s in sides.items()}, repeats),
-        },
-        tokens={
-            "sampler": batch * sizes.response,
-            "learner": batch * (sizes.prompt + sizes.response),
-        },
-        compared=len(models) * batch * sizes.response,
-    )
+    sides = {}
+    for model, config in zip(MODELS, (mixture, latent_of(mixture), dense), strict=True):
+        own, _ = exact_and_native(config, sizes, batch, dtype)
+        sides |= {f"{model}, {name}": side for name, side in own.items()}
+    return Row(dtype, timed(sides, repeats), tokens_of(sizes, batch))
 
 
 def speeds(rows: list[Row]) -> list[str]:
@@ -150,12 +123,8 @@ def main() -> None:
         rows.append(measure(sizes, batch, dtype, options.repeats))
         print("\n".join([*speeds(rows[-1:]), "", *costs(rows[-1:])]), flush=True)
         jax.clear_caches()
-    publish(options, load, sizes, batch, rows)
-
-
-def publish(options, load: float, sizes: common.Sizes, batch: int, rows: list[Row]) -> None:
     width = sizes.intermediate // CHOSEN
-    compared = sum(row.compared for row in rows)
+    compared = len(MODELS) * sum(row.tokens["sampler"] for row in rows)
     lines = [
         "# Mixtures of experts beside a dense model",
         "",

@@ -23,7 +23,6 @@ from typing import NamedTuple
 import bench_common as common
 
 PAGE = common.RESULTS / "peer.md"
-TITLE, SECTION = "# Speed against other libraries", "\n## "
 NAMES = {"tunix": "google-tunix", "trl": "TRL"}
 SPEED_GOALS = {8: 2.0, 16: 1.8, 32: 2.0, 64: 2.5}
 SKEWED_GOAL = 3.0
@@ -111,14 +110,14 @@ def measure(batch: int, dtype: str, options) -> Row:
             warm_up(sides, "prepare_skewed")
             drawn = int(common.skewed(batch, sizes.longest).sum())
             for slots in common.slots(batch):
-                skewed[slots] = take_turns(f"skewed_{slots}", drawn)
+                skewed[slots] = take_turns(f"sample_skewed {slots}", drawn)
         warm_up(sides, "prepare_learner")
         step = take_turns("step", tokens)
     return Row(batch, dtype, sampler, skewed, step, found)
 
 
 def warm_up(sides: Mapping[str, Worker], operation: str) -> None:
-    """Compiles on both sides; every timed operation has run once after it."""
+    """One call on both sides that is not counted; the first one compiles."""
     for worker in sides.values():
         worker.ask(operation)
 
@@ -127,8 +126,7 @@ def turns(
     sides: Mapping[str, Worker], operation: str, tokens: int, *, repeats: int
 ) -> dict[str, tuple[float, ...]]:
     """Seconds by side, after one more call of each that is not counted."""
-    for worker in sides.values():
-        worker.ask(operation)
+    warm_up(sides, operation)
     calls = {name: partial(worker.seconds, operation, tokens) for name, worker in sides.items()}
     return common.interleaved(calls, repeats)
 
@@ -195,13 +193,13 @@ def step_table(rows: list[Row], options) -> list[str]:
 
 
 def section(rows: list[Row], load: float, options) -> list[str]:
-    """Lines of one peer and shape; the first is the section's name."""
+    """Lines of one peer and shape; the first is the section's title."""
     sizes = common.SHAPES[options.shape]
     ours, peer = rows[0].versions["ours"], rows[0].versions["peer"]
     named = {f"ours: {k}" if k == "Python" else k: v for k, v in ours.items()}
     named |= {f"peer: {k}" if k == "Python" else f"its {k}": v for k, v in peer.items()}
     lines = [
-        f"{NAMES[options.peer]}, {options.shape}",
+        f"## {NAMES[options.peer]}, {options.shape}",
         "",
         sizes.text(),
         f"{options.repeats} calls of each.",
@@ -228,19 +226,16 @@ def section(rows: list[Row], load: float, options) -> list[str]:
 def page(before: str, lines: list[str]) -> list[str]:
     """The page with a section in place of the one of its name, or behind all others."""
     introduction = [
-        TITLE,
+        "# Speed against other libraries",
         "",
         "`python scripts/bench_peer.py --peer ... --shape ...` writes each section. Ours is exact"
         " (tiles, calibrated for the batch). Both libraries hold float32 master weights and compute"
         " in the dtype named. Each has its own process. After two calls of each for warming up,"
         " calls take turns (A B B A); a ratio is the median of the ratios of neighbours.",
     ]
-    own = "\n".join(lines).rstrip() + "\n"
-    sections = [one.rstrip() + "\n" for one in before.split(SECTION)[1:]]
-    names = [one.partition("\n")[0] for one in sections]
-    at = names.index(lines[0]) if lines[0] in names else len(names)
-    sections[at : at + 1] = [own]
-    return [SECTION.join(["\n".join(introduction) + "\n", *sections])]
+    _, found, sections = before.partition("\n## ")
+    head = "\n".join(introduction)
+    return [common.with_section(f"{head}\n{found}{sections}", "\n".join(lines).rstrip() + "\n")]
 
 
 def main() -> None:

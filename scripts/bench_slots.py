@@ -108,10 +108,7 @@ def main() -> None:
                 f"| {dtype} | {name} | {slots} | {halvings} | {tokens[key]:,} | {rate:,.0f} |"
                 f" {share:.2f} |"
             )
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.out or not options.smoke:
-        (options.out or PAGE).write_text(text)
+    common.publish(lines, options, PAGE)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ that lengths are equal.
 """
 
 import argparse
-import os
 import pathlib
 import platform
 import statistics
@@ -21,12 +20,9 @@ import bench_common as common
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exactness_cases import processor
-from turns_cases import OUT, with_section
+from bench_exactness_cost import make_prompts, model_config
 
-from tim_jax.common.types import Prompts
 from tim_jax.instruments.auditing import random_params
-from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Batching, Execution, Sampling
 from tim_jax.numerics import EXACT_F32
 from tim_jax.rl import episodes
@@ -34,20 +30,19 @@ from tim_jax.rl.programs import sampling_program
 from tim_jax.rl.rules import Turns
 from tim_jax.tasks.base import Outcome
 
-CONFIG = ModelConfig(
-    model_type="qwen3",
-    vocab_size=64,
-    hidden_size=128,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    intermediate_size=384,
-    max_positions=2048,
-    tied_embeddings=True,
-    qk_norm=True,
-)
+OUT = common.RESULTS / "turns.md"
 PROMPTS, SAMPLES, LENGTH = 8, 8, 16
+SIZES = common.Sizes(
+    layers=4,
+    hidden=128,
+    intermediate=384,
+    heads=4,
+    kv_heads=2,
+    vocabulary=64,
+    prompt=LENGTH,
+    response=2048 - LENGTH,
+)
+CONFIG = model_config(SIZES)
 TITLE = "## Speed beside a single turn of the same length"
 
 
@@ -78,8 +73,8 @@ def section(found: dict[str, list[tuple[float, float]]], args, shape: str) -> st
         TITLE,
         "",
         f"Made by `python scripts/bench_turns.py` (jax {jax.__version__}, Python"
-        f" {platform.python_version()}; {jax.default_backend()}: {processor()}; load average at the"
-        f" end {os.getloadavg()[0]:.1f}).",
+        f" {platform.python_version()}; {jax.default_backend()}: {common.cpu_model()}; load average"
+        f" at the end {common.load_average():.1f}).",
         "",
         f"{PROMPTS} prompts x {SAMPLES} samples of the quickstart's model in float32 with random",
         f"weights and plain tiles; {shape}. The environment replies at once.",
@@ -111,12 +106,7 @@ def main():
     execution = Execution(CONFIG, EXACT_F32, Sampling(room))
     params = jax.tree.map(jnp.asarray, random_params(CONFIG, 0))
     weights, key = jax.jit(execution.prepare)(params), jax.random.key(0)
-    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (PROMPTS, LENGTH))
-    prompts = Prompts(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        lengths=jnp.full(PROMPTS, LENGTH, jnp.int32),
-        ids=jnp.arange(PROMPTS, dtype=jnp.int32),
-    )
+    prompts = make_prompts(CONFIG, SIZES, PROMPTS)
     single = sampling_program(execution, samples=SAMPLES)
 
     def play(compiled):
@@ -142,9 +132,7 @@ def main():
         rounds = [{name: timed(draw) for name, draw in draws.items()} for _ in range(args.repeats)]
     found = {name: [one[name] for one in rounds] for name in draws}
     shape = f"{args.turns} turns of {args.drawn} drawn and {args.reply} replied tokens against a"
-    text = section(found, args, f"{shape} single turn of {room}")
-    print(text)
-    args.out.write_text(with_section(args.out.read_text() if args.out.exists() else "", text))
+    common.put_section(args.out, section(found, args, f"{shape} single turn of {room}"))
 
 
 if __name__ == "__main__":

@@ -4,19 +4,18 @@
 
 The learner step is the update program of that configuration (forward, gradient, optimiser) on a
 full batch of random tokens; recipes and metrics are compiled on their own and run on arrays of the
-batch's shape. Interleaved, medians.
+batch's shape. They take turns; figures are medians.
 """
 
 import argparse
-import pathlib
 import platform
-import time
 from functools import partial
 
 import bench_common as common
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_exactness_cost import seconds
 
 from tim_jax import corrections, metrics, objectives, placement
 from tim_jax.app.config import toml
@@ -25,7 +24,7 @@ from tim_jax.common.types import Rollout
 from tim_jax.rl import programs, sharded
 from tim_jax.rl.types import Experience
 
-OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "corrections.md"
+OUT = common.RESULTS / "corrections.md"
 REQUIRED = {"trust_region_masking": {"bound": 0.05}}
 LIMIT = 0.01
 
@@ -68,13 +67,6 @@ def all_metrics(train, rollout, mask, coefficients, advantages):
     )
 
 
-def timed(function, *arguments) -> float:
-    """Seconds of one call, results waited for."""
-    start = time.perf_counter()
-    jax.block_until_ready(function(*arguments))
-    return time.perf_counter() - start
-
-
 def correction_programs(batch: Rollout):
     """Name -> a call without arguments that runs the compiled program once."""
     rng = np.random.default_rng(1)
@@ -87,15 +79,11 @@ def correction_programs(batch: Rollout):
     }
     train, rollout = batch.log_probs, batch.log_probs - arrays["log_ratio"]
     measured = (train, rollout, batch.mask, jnp.exp(arrays["log_ratio"]), arrays["advantages"])
-    calls: dict[str, tuple] = {"all metrics": (jax.jit(all_metrics), measured)}
+    calls = {"all metrics": partial(jax.jit(all_metrics), *measured)}
     for name, chain in entries():
-        correction = corrections.build(chain)
-        calls[name] = (jax.jit(partial(_coefficients, correction)), (arrays,))
+        program = jax.jit(partial(corrections.coefficients, corrections.build(chain)))
+        calls[name] = partial(program, **arrays)
     return calls
-
-
-def _coefficients(correction, arrays):
-    return corrections.coefficients(correction, **arrays)
 
 
 class LearnerStep:
@@ -134,21 +122,15 @@ class LearnerStep:
 def measure(config, repeats: int) -> tuple[dict[str, float], tuple[int, int]]:
     """Name -> median seconds, "learner step" among them; and the batch's shape [B, R]."""
     step = LearnerStep(config)
-    calls = {"learner step": (step, ()), "forward": (step.forward, ())}
+    calls = {"learner step": step, "forward": step.forward}
     for name, noise in (("in parts", False), ("in parts, noise", True)):
         parts = {"micro_batch": config.sequences_per_step // 4, "noise_scale": noise}
         learner = config.learner.model_copy(update=parts)
-        calls[name] = (LearnerStep(config.model_copy(update={"learner": learner})), ())
+        calls[name] = LearnerStep(config.model_copy(update={"learner": learner}))
     calls |= correction_programs(step.batch)
-    for function, arguments in calls.values():
-        timed(function, *arguments)
-    times = {name: [] for name in calls}
-    order = np.random.default_rng(2)
-    for _ in range(repeats):
-        for name in order.permutation(list(calls)):
-            function, arguments = calls[name]
-            with common.warm(name):
-                times[name].append(timed(function, *arguments))
+    for call in calls.values():
+        seconds(call)
+    times = common.interleaved({n: partial(seconds, call) for n, call in calls.items()}, repeats)
     rows, longest = step.batch.log_probs.shape
     return {name: float(np.median(x)) for name, x in times.items()}, (rows, longest)
 
@@ -166,7 +148,7 @@ def table(config_name: str, seconds: dict[str, float], shape: tuple[int, int]) -
         "",
         f"Written by `python scripts/corrections_overhead.py`. Learner step of `{config_name}`,"
         f" batch of {shape[0]} x {shape[1]} response tokens, {device}, jax {jax.__version__},"
-        f" Python {platform.python_version()}. Medians of interleaved runs in shuffled order.",
+        f" Python {platform.python_version()}. Medians of runs that take turns.",
         "",
         "A forward is needed once a step in recompute mode, and before an update whose correction,",
         "loss or denominator needs a statistic of all its rows at its own weights (`normalise` in",
@@ -199,8 +181,7 @@ def main() -> None:
     parser.add_argument("--config", default="configs/quickstart.toml")
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
-    seconds, shape = measure(toml.load(options.config), options.repeats)
-    text = table(options.config, seconds, shape)
+    text = table(options.config, *measure(toml.load(options.config), options.repeats))
     OUT.write_text(text)
     print(text)
 

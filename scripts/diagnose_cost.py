@@ -7,6 +7,7 @@ The forward is `tim_jax.score` of all the sequences; forwards and diagnoses are 
 """
 
 import time
+from functools import partial
 from typing import NamedTuple
 
 import bench_common as common
@@ -85,26 +86,18 @@ def measure(sizes: common.Sizes, repeats: int) -> Measured:
     """Times the forward and the diagnosis of the same tokens in turns."""
     subject = model(sizes)
     rollout = drawn(subject, sizes)
+    score = partial(tim_jax.score, subject, rollout, micro_batch=SCORED_TOGETHER)
     start = time.perf_counter()
-    log_probs = tim_jax.score(subject, rollout, micro_batch=SCORED_TOGETHER)
+    log_probs = score()
     first = {"forward": time.perf_counter() - start}
-    given = rows(rollout, log_probs)
-
-    def forward() -> float:
-        start = time.perf_counter()
-        tim_jax.score(subject, rollout, micro_batch=SCORED_TOGETHER)
-        return time.perf_counter() - start
-
-    def diagnosis() -> float:
-        start = time.perf_counter()
-        tim_jax.diagnose(subject, given)
-        return time.perf_counter() - start
-
+    diagnose = partial(tim_jax.diagnose, subject, rows(rollout, log_probs))
     start = time.perf_counter()
-    found = tim_jax.diagnose(subject, given)
+    found = diagnose()
     first["diagnosis"] = time.perf_counter() - start
     print(found, first, flush=True)
-    times = common.interleaved({"forward": forward, "diagnosis": diagnosis}, repeats)
+    both = {"forward": score, "diagnosis": diagnose}
+    calls = {name: partial(exactness_cost.seconds, call) for name, call in both.items()}
+    times = common.interleaved(calls, repeats)
     return Measured(first, times, str(found).splitlines()[0])
 
 

@@ -84,9 +84,9 @@ def params(config: ModelConfig = CONFIG) -> Any:
     return jax.tree.map(jnp.asarray, random_params(config, 0))
 
 
-def nudged(scale: float, seed: int = 7) -> Any:
+def nudged(scale: float) -> Any:
     """Weights of another time, or without an adapter."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(7)
 
     def leaf(x):
         return x + scale * jnp.std(x) * jnp.asarray(rng.standard_normal(x.shape, np.float32))
@@ -145,11 +145,11 @@ def through_template(ids: Sequence[int]) -> list[int]:
 @cache
 def drawn(
     tokens: int,
+    seed: int = 0,
     *,
     entries: tuple[mismatch.Entry, ...] = (),
     sampling: Sampling = PLAIN,
     source: float = 0.0,
-    seed: int = 0,
     stops: tuple[int, ...] = STOPS,
     templated: bool = False,
     config: ModelConfig = CONFIG,
@@ -248,7 +248,7 @@ def low_precision(entry: mismatch.Entry) -> Forward:
 def sound(tokens: int, seed: int, sampling: Sampling = PLAIN) -> Rows:
     """What an engine in float16 records, and how it says that it sampled."""
     said = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
-    rows = [row | said for row in drawn(tokens, seed=seed, sampling=sampling)]
+    rows = [row | said for row in drawn(tokens, seed, sampling=sampling)]
     return changed(rows, by_engine(low_precision(HALF_PRECISION)))
 
 
@@ -396,7 +396,7 @@ def of_adapter(name: str) -> Forward:
 
 def templated(tokens: int, seed: int) -> Rows:
     """Drawn after the chat template; recorded are the prompts without it."""
-    return [with_prompt(row, plain_prompt) for row in drawn(tokens, seed=seed, templated=True)]
+    return [with_prompt(row, plain_prompt) for row in drawn(tokens, seed, templated=True)]
 
 
 def plain_prompt(ids: list[int]) -> list[int]:
@@ -419,7 +419,7 @@ def mixture() -> Forward:
 @cache
 def routed(tokens: int, seed: int) -> Rows:
     """Of a mixture, by an engine in float16 that records its experts."""
-    return by_mixture(drawn(tokens, seed=seed, config=MIXTURE))
+    return by_mixture(drawn(tokens, seed, config=MIXTURE))
 
 
 def by_mixture(rows: Rows) -> Rows:
@@ -442,7 +442,7 @@ def by_other_experts(rows: Rows, wrong: np.ndarray) -> Rows:
 @cache
 def kept_tokens(tokens: int, seed: int) -> Rows:
     """Drawn from the likeliest tokens, which an engine in float16 records; not how many."""
-    rows = drawn(tokens, seed=seed, sampling=TOP_K)
+    rows = drawn(tokens, seed, sampling=TOP_K)
     responses = collect(readers.read(rows), limits=Limits.of(CONFIG)).responses
     rollout = side_by_side(responses, LONGEST, RESPONSE)
     ids = scoring.of_logits(prepared(), rollout, _likeliest, execution=forward().execution)
@@ -483,13 +483,9 @@ TOP_K = Sampling(top_k=20)
 WHOLE = (1.0,)
 
 
-def undeclared(sampling: Sampling, tokens: int, seed: int, *, min_p: float = 0.0) -> Rows:
-    return drawn(tokens, sampling=sampling, seed=seed, min_p=min_p)
-
-
-def over_all(sampling: Sampling, tokens: int, seed: int, *, min_p: float = 0.0) -> Rows:
+def over_all(tokens: int, seed: int, **undeclared: Any) -> Rows:
     """Drawn under a truncation or temperature that nobody declared, recorded without it."""
-    return changed(undeclared(sampling, tokens, seed, min_p=min_p), raw)
+    return changed(drawn(tokens, seed, **undeclared), raw)
 
 
 def numbers(log_probs: np.ndarray, value: float | None) -> np.ndarray:
@@ -519,21 +515,20 @@ def faults() -> Iterator[Fault]:
     yield Fault("clipped at -3", ("clipped",), each(clipped), shares=WHOLE)
     yield Fault("to base 2", ("log_base",), each(to_base_2), shares=WHOLE)
     temperature = ("temperature", "recorded_temperature")
-    yield Fault("temperature 0.6", temperature, None, partial(undeclared, HALF))
+    yield Fault("temperature 0.6", temperature, None, partial(drawn, sampling=HALF))
     half = {"sampling": HALF, "draw": partial(sound, sampling=HALF)}
     yield Fault("raw log-probs", ("raw_log_probs",), recomputed(raw), **half)
-    yield Fault("top-p 0.8, not declared", ("top_p",), None, partial(undeclared, TOP_P))
-    yield Fault("top-k 20, not declared", ("top_k",), None, partial(undeclared, TOP_K))
-    min_p = partial(undeclared, PLAIN, min_p=0.1)
-    yield Fault("min-p 0.1, not declared", ("min_p",), None, min_p)
+    yield Fault("top-p 0.8, not declared", ("top_p",), None, partial(drawn, sampling=TOP_P))
+    yield Fault("top-k 20, not declared", ("top_k",), None, partial(drawn, sampling=TOP_K))
+    yield Fault("min-p 0.1, not declared", ("min_p",), None, partial(drawn, min_p=0.1))
     kept = {"sampling": TOP_P, "draw": partial(sound, sampling=TOP_P)}
     yield Fault("top-p 0.8, over all", ("ignored_truncation",), recomputed(raw), **kept)
     for name, one in (("top_p", TOP_P), ("top_k", TOP_K), ("temperature", HALF)):
         right = "drawn_temperature" if name == "temperature" else f"{name}_ignored"
-        draw = partial(over_all, one)
+        draw = partial(over_all, sampling=one)
         yield Fault(f"{name}, in the draws alone", (right,), None, draw, shares=WHOLE)
-    min_p = partial(over_all, PLAIN, min_p=0.1)
-    yield Fault("min_p, in the draws alone", ("min_p_ignored",), None, min_p, shares=WHOLE)
+    draw = partial(over_all, min_p=0.1)
+    yield Fault("min_p, in the draws alone", ("min_p_ignored",), None, draw, shares=WHOLE)
     yield from faults_of_declarations()
     yield from faults_of_tokens()
     yield from faults_of_forwards()
@@ -580,15 +575,10 @@ def faults_of_tokens() -> Iterator[Fault]:
     yield Fault("prompt: through a chat template", ("prompt_templated",), None, templated)
     yield Fault("prompt: not through the template", ("prompt_plain",), each(said_templated))
     yield Fault("first token after a shorter prompt", ("first_tokens",), with_other_first)
-    drawings: dict[str, tuple[str, Callable[[int, int], Rows]]] = {
-        "pad mask": (
-            "pad_mask",
-            lambda n, s: drawn(n, seed=s, entries=(mismatch.pad_mask(pad=3),)),
-        ),
-        "another end token": ("other_end_token", lambda n, s: drawn(n, seed=s, stops=(9, 11))),
-    }
-    for what, (name, draw) in drawings.items():
-        yield Fault(what, (name,), None, draw, shares=WHOLE)
+    draw = partial(drawn, entries=(mismatch.pad_mask(pad=3),))
+    yield Fault("pad mask", ("pad_mask",), None, draw, shares=WHOLE)
+    draw = partial(drawn, stops=(9, 11))
+    yield Fault("another end token", ("other_end_token",), None, draw, shares=WHOLE)
     for count in (4, 64):
         change = recomputed(padded(count))
         yield Fault(f"vocabulary padded by {count}", ("padded_vocabulary",), change)
@@ -616,7 +606,7 @@ def faults_of_forwards() -> Iterator[Fault]:
     for entry in variants.SOURCES:
         label = mismatch.label(entry)
         change = recorded_by(partial(low_precision, entry))
-        yield Fault(label, (label,), change, partial(plain, ()), shares=WHOLE)
+        yield Fault(label, (label,), change, drawn, shares=WHOLE)
 
 
 # Other sums and kernels of sound engines: no source is tried for them, and none is a fault.
@@ -630,17 +620,13 @@ SOUND = (
 )
 
 
-def plain(entries: tuple[mismatch.Entry, ...], tokens: int, seed: int) -> Rows:
-    return drawn(tokens, seed=seed, entries=entries)
-
-
 def controls() -> Iterator[Fault]:
     """Sound rollouts."""
     how = {"change": None, "right": ("none",), "shares": WHOLE}
-    yield Fault("none: exact", draw=partial(plain, ()), **how)
+    yield Fault("none: exact", draw=drawn, **how)
     for sampling in (PLAIN, TOP_P, HALF):
         draw = partial(sound, sampling=sampling)
         said = f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}"
         yield Fault(f"none: float16, {said}", draw=draw, **how)
     for entry in SOUND:
-        yield Fault(f"none: {mismatch.label(entry)}", draw=partial(plain, (entry,)), **how)
+        yield Fault(f"none: {mismatch.label(entry)}", draw=partial(drawn, entries=(entry,)), **how)

@@ -10,7 +10,6 @@ diagnose_faults.py. Sound rollouts are of transformers; that needs torch.
 
 import argparse
 import itertools
-import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from bench_common import cpu_model
+from bench_common import RESULTS, between_marks, cpu_model, generated, keep, read_rows
 from diagnose_faults import (
     BOS,
     CHAT,
@@ -49,7 +48,7 @@ from tim_jax.instruments.diagnosis.explanations import LEAST_MOVE
 from tim_jax.instruments.diagnosis.rollouts import Limits, collect
 from tim_jax.model import hf
 
-ROOT = Path(__file__).parent.parent
+PAGE = RESULTS / "diagnose.md"
 PARTS = ("faults", "sound")
 
 
@@ -193,62 +192,32 @@ class Engine:
         how = f"{self.dtype}, {self.attention}, temperature {self.temperature:g}{raw}"
         return f"transformers, {how}"
 
-    def model(self, folder: Path) -> Any:
-        """The model as torch runs it."""
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        dtype = torch.float32 if self.dtype == "int8" else getattr(torch, self.dtype)
-        how = {"dtype": dtype, "attn_implementation": self.attention}
-        model = AutoModelForCausalLM.from_pretrained(folder, **how)
-        if self.dtype == "int8":
-            return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
-        return model
-
 
 @cache
 def loaded(engine: Engine, folder: Path) -> Any:
-    return engine.model(folder)
+    """The model as torch runs it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.float32 if engine.dtype == "int8" else getattr(torch, engine.dtype)
+    how = {"dtype": dtype, "attn_implementation": engine.attention}
+    model = AutoModelForCausalLM.from_pretrained(folder, **how)
+    if engine.dtype == "int8":
+        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    return model
 
 
-def by_transformers(folder: Path, engine: Engine, *, rounds: int = 1, seed: int = 0) -> Rows:
+def by_transformers(folder: Path, engine: Engine, seed: int = 0) -> Rows:
     """What an engine draws, and the log-probs of its own logits. Needs torch."""
     import torch
 
     model = loaded(engine, folder)
     torch.manual_seed(seed)
-    rows = []
-    for part in range(rounds):
-        for prompt in prompt_lists(part + 100 * seed):
-            made = model.generate(
-                torch.tensor([prompt] * 4),
-                attention_mask=torch.ones(4, len(prompt), dtype=torch.long),
-                do_sample=True,
-                temperature=engine.temperature,
-                top_k=0,
-                top_p=1.0,
-                max_new_tokens=RESPONSE,
-                eos_token_id=list(STOPS),
-                pad_token_id=0,
-                return_dict_in_generate=True,
-                output_logits=True,
-                output_scores=True,
-            )
-            logits = torch.stack(made.logits if engine.raw else made.scores, dim=1)
-            drawn_tokens = made.sequences[:, len(prompt) :]
-            chances = torch.log_softmax(logits.float(), dim=-1)
-            found = chances.gather(2, drawn_tokens[..., None])[..., 0]
-            for ids, own in zip(drawn_tokens.tolist(), found.tolist(), strict=True):
-                length = next((i + 1 for i, x in enumerate(ids) if x in STOPS), len(ids))
-                rows.append(
-                    {
-                        "prompt_token_ids": prompt,
-                        "response_token_ids": ids[:length],
-                        "logprobs": own[:length],
-                        "temperature": engine.temperature,
-                    }
-                )
-    return rows
+    how = {"temperature": engine.temperature, "top_p": 1.0, "pad_token_id": 0}
+    how |= {"samples": 4, "stops": STOPS, "max_new_tokens": RESPONSE}
+    rows = generated(model, prompt_lists(100 * seed), **how)
+    recorded = "raw" if engine.raw else "logprobs"
+    return [row | {"logprobs": row[recorded], "temperature": engine.temperature} for row in rows]
 
 
 def prompt_lists(part: int) -> list[list[int]]:
@@ -316,19 +285,12 @@ def sound_table(found: Sequence[Sound]) -> list[str]:
     return lines
 
 
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.open()] if path.exists() else []
-
-
 def write_page(folder: Path) -> None:
     """The page, of what is in the folder."""
     order = {fault.name: i for i, fault in enumerate((*faults(), *controls()))}
-    outcomes = [Outcome(**one) for one in lines_of(folder / "faults.jsonl")]
+    outcomes = [Outcome(**one) for one in read_rows(folder / "faults.jsonl")]
     outcomes.sort(key=lambda one: (order[one.fault], one.share))
-    found = [Sound(**one) for one in lines_of(folder / "sound.jsonl")]
+    found = [Sound(**one) for one in read_rows(folder / "sound.jsonl")]
     made = (
         f"Made by `python scripts/diagnose_table.py FOLDER` with jax {jax.__version__}, Python"
         f" {platform.python_version()}, {cpu_model()}; {len(outcomes)} rollouts of this"
@@ -336,16 +298,13 @@ def write_page(folder: Path) -> None:
     )
     parts = [[made], summary(outcomes), table(outcomes), sound_table(found)]
     text = "\n\n".join("\n".join(part) for part in parts)
-    page = ROOT / "docs" / "results" / "diagnose.md"
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    PAGE.write_text(between_marks(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
 
 
 def measure_faults(folder: Path, only: Sequence[str], shares: Sequence[float]) -> None:
     """Faults and controls that are not in the folder yet."""
     path = folder / "faults.jsonl"
-    there = {(x["fault"], x["share"]) for x in lines_of(path)}
+    there = {(x["fault"], x["share"]) for x in read_rows(path)}
     for fault in (*faults(), *controls()):
         if only and not any(name in fault.name for name in only):
             continue
@@ -357,16 +316,15 @@ def measure_faults(folder: Path, only: Sequence[str], shares: Sequence[float]) -
 def measure_sound(folder: Path) -> None:
     """Rollouts of transformers that are not in the folder yet."""
     path, model = folder / "sound.jsonl", exported(folder)
-    there = {(x["engine"], x["seed"]) for x in lines_of(path)}
+    there = {(x["engine"], x["seed"]) for x in read_rows(path)}
     many = itertools.product(range(ROLLOUTS), CONFIGURATIONS)
     for seed, engine in (*many, *((0, one) for one in MORE)):
         if (str(engine), seed) not in there:
-            append(path, said_of(str(engine), seed, by_transformers(model, engine, seed=seed)))
+            append(path, said_of(str(engine), seed, by_transformers(model, engine, seed)))
 
 
 def append(path: Path, found: Any) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(found)) + "\n")
+    keep(path, asdict(found))
     print(found, flush=True)
 
 

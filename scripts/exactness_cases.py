@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
+from bench_common import RESULTS, cpu_model, with_section
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
@@ -41,8 +42,8 @@ from tim_jax.model.fitting import calibrate_once
 from tim_jax.numerics import COMPUTE_DTYPES, Numerics, describe
 from tim_jax.policy import sampler, scoring
 
-OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "exactness.md"
-TITLE, SECTION = "# Sampler against learner, drawn cases", "\n## "
+OUT = RESULTS / "exactness.md"
+TITLE = "# Sampler against learner, drawn cases"
 MODEL = "qwen3-awkward"
 CONFIG = PRESETS[MODEL]
 WEIGHTS = 4  # sets of random weights
@@ -152,7 +153,7 @@ def check_learner(case: Drawn, rollout: Rollout, learner: Learner, rng):
     rows = rng.permutation(size)[: learner.rows]
     rows = np.concatenate([rows, rng.integers(0, size, learner.rows - len(rows))])
     part = jax.tree.map(lambda x: x[rows], rollout)
-    log_probs = learn(
+    log_probs, _ = learn(
         prepared(case.weights, case.numerics),
         replace(
             part,
@@ -234,18 +235,15 @@ sample = jax.jit(sampler.sample, static_argnames=("execution", "samples", "batch
 
 
 @partial(jax.jit, static_argnames=("execution", "remat", "buffer"))
-def learn_program(weights, rollout, **how):
+def learn(weights, rollout, **how):
+    """Log-probs as they are inside the gradient program, and the gradient."""
+
     def loss(weights):
         log_probs = scoring.score(weights, rollout, **how).log_probs
         return jnp.sum(jnp.where(rollout.mask, jnp.exp(log_probs), 0.0)), log_probs
 
     (_, log_probs), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
     return log_probs, gradient
-
-
-def learn(weights, rollout, **static):
-    """Log-probs as they are inside the gradient program."""
-    return learn_program(weights, rollout, **static)[0]
 
 
 # --- all cases -------------------------------------------------------------------------------
@@ -258,16 +256,11 @@ class Count:
     unequal: int = 0
     largest: float = 0.0
 
-    def add(self, tokens: int, unequal: int, largest: float):
-        self.cases += 1
+    def add(self, cases: int, tokens: int, unequal: int, largest: float):
+        self.cases += cases
         self.tokens += tokens
         self.unequal += unequal
         self.largest = max(self.largest, largest)
-
-    def join(self, plain: dict) -> None:
-        for name in ("cases", "tokens", "unequal"):
-            setattr(self, name, getattr(self, name) + plain[name])
-        self.largest = max(self.largest, plain["largest"])
 
 
 @dataclass
@@ -284,14 +277,14 @@ class Tally:
         tokens, unequal, largest, first = found
         assert tokens, case
         kind = "sampler" if isinstance(case.against, Batch) else "learner"
-        self.total.add(tokens, unequal, largest)
+        self.total.add(1, tokens, unequal, largest)
         for name, value in (
             ("numerics", describe(case.numerics)),
             ("distribution", case.sampling),
             ("sampler's batch", in_words(case.batch)),
             ("against", f"{kind}, {in_words(case.against)}"),
         ):
-            self.by[name][value].add(tokens, unequal, largest)
+            self.by[name][value].add(1, tokens, unequal, largest)
         if first is not None:
             self.failures.append((case, first))
 
@@ -302,10 +295,10 @@ class Tally:
 
     def join(self, plain: dict) -> None:
         """Adds the counts of an earlier run."""
-        self.total.join(plain["total"])
+        self.total.add(**plain["total"])
         for name, counts in plain["by"].items():
             for value, count in counts.items():
-                self.by[name][value].join(count)
+                self.by[name][value].add(**count)
 
 
 def in_words(shape: Batch | Learner) -> str:
@@ -390,7 +383,7 @@ def report(tally: Tally, control: Tally, command: str, seconds: float) -> str:
         TITLE,
         "",
         f"Made by {command} in {seconds / 60:.0f} minutes",
-        f"({versions}{platform.python_version()}; {jax.default_backend()}: {processor()}).",
+        f"({versions}{platform.python_version()}; {jax.default_backend()}: {cpu_model()}).",
         "",
         f"The model is the audit's preset `{MODEL}` (3 key heads, groups of 5, heads of 20,",
         f"vocabulary 101) with {WEIGHTS} sets of random weights. Hypothesis drew every case. The",
@@ -412,25 +405,10 @@ def report(tally: Tally, control: Tally, command: str, seconds: float) -> str:
 
 def with_report(page: str, text: str, name: str) -> str:
     """The page with a new report: the whole, or the section of this name."""
-    whole, *sections = page.split(SECTION)
-    if not name:
-        return SECTION.join([text, *sections])
-    kept = [section for section in sections if section.partition("\n")[0] != name]
-    return SECTION.join([whole, *kept, text.replace(TITLE, name, 1)])
-
-
-def processor() -> str:
-    """The CPU's name, of /proc/cpuinfo where there is one, and its widest vectors."""
-    try:
-        text = pathlib.Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
-    info = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    info = {name.strip(): value.strip() for name, value in info.items()}
-    flags = info.get("flags", "").split()
-    vectors = next((name for name in ("amx_tile", "avx512f", "avx2") if name in flags), "")
-    number = f"family {info.get('cpu family')} model {info.get('model')}"
-    return f"{info.get('model name', platform.machine())}, {number} {vectors}".strip()
+    if name:
+        return with_section(page, text.replace(TITLE, f"## {name}", 1))
+    _, found, sections = page.partition("\n## ")
+    return f"{text}{found}{sections}"
 
 
 def add_up(file: pathlib.Path, tally: Tally, control: Tally, seconds: float) -> float:

@@ -9,7 +9,6 @@ line for each training, and not measured again.
 """
 
 import itertools
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -236,14 +235,13 @@ def main() -> None:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "learn.jsonl"
-        found = [json.loads(line) for line in path.open()] if path.exists() else []
+        found = common.read_rows(path)
         there = {(one["run"], one["seed"]) for one in found}
         for run, seed in itertools.product(RUNS, range(seeds)):
             if (run.name, seed) in there:
                 continue
             found.append(train(model, run, seed, steps))
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(found[-1]) + "\n")
+            common.keep(path, found[-1])
         common.publish(page(found, load), options, PAGE)
 
 

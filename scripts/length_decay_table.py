@@ -14,14 +14,14 @@ nothing in the detector since.
 import argparse
 import functools
 import pathlib
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_common import load_average, machine_text, versions
 
-from tim_jax.schedules import SurgeDetector, TriggeredDecayState, length_triggered_decay
+from tim_jax.schedules import SurgeDetector, length_triggered_decay
 
 STEPS = 400
 TRACES = 200
@@ -270,11 +270,9 @@ def _program(max_length: int | None):
     def one(trace):
         def step(state, length):
             _, state = transform.update(jnp.ones(()), state, response_length=length)
-            state = cast(TriggeredDecayState, state)
             return state, state.surge.surge_step > 0
 
-        start = cast(TriggeredDecayState, transform.init(jnp.ones(())))
-        state, shown = jax.lax.scan(step, start, trace)
+        state, shown = jax.lax.scan(step, transform.init(jnp.ones(())), trace)
         at = jnp.where(jnp.any(shown), jnp.argmax(shown).astype(jnp.int32) + 1, 0)
         return at, state.surge.surge_step, state.decay.period, state.decay.scale
 

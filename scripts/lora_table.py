@@ -19,12 +19,10 @@ import memory_table
 
 from tim_jax import objectives, optimizers
 from tim_jax.instruments.auditing import random_params
-from tim_jax.instruments.plan import budget, workload
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling
-from tim_jax.model.weights import parameter_shapes
 from tim_jax.rl import loop, programs
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Learning
@@ -40,39 +38,20 @@ def named(lora: Lora | None) -> str:
 
 
 class Memory(NamedTuple):
-    """Bytes of the update of one side, as the compiler states them."""
+    """The update of one side, and what it needs."""
 
     model: memory_table.Model
     lora: Lora | None
-    parameters: int  # of the model
     trained: int  # numbers that are trained
-    arguments: int
-    temporary: int
-    estimate: int  # as `tim-jax train` estimates before it starts
+    needed: memory_table.Needed
 
 
 def memory(model: memory_table.Model, lora: Lora | None) -> Memory:
     """Compiles an update in bfloat16 over a float32 or, under adapters, a bfloat16 base."""
     step = memory_table.step_of(model, "bfloat16", 2)
     step = step.varied(execution=replace(step.execution, lora=lora))
-    devices = tuple(jax.devices()[:1])
-    program = workload.updating(step, devices)
-    found = program.function.lower(*program.arguments).compile().memory_analysis()
-    if found is None:
-        raise SystemExit("this backend has no memory analysis")
-    return Memory(
-        model,
-        lora,
-        numbers(parameter_shapes(step.execution.config)),
-        numbers(adapters.trained_shapes(step.execution.config, lora)),
-        found.argument_size_in_bytes,
-        found.temp_size_in_bytes,
-        budget.needs(step, devices)[1].total,
-    )
-
-
-def numbers(shapes) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    trained = memory_table.numbers(adapters.trained_shapes(step.execution.config, lora))
+    return Memory(model, lora, trained, memory_table.measure_update(step))
 
 
 class Side:
@@ -149,11 +128,12 @@ def memory_lines(rows: list[Memory]) -> list[str]:
         "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
-        both = row.arguments + row.temporary
-        shown = " | ".join(f"{x / 2**20:,.0f}" for x in (row.arguments, row.temporary, both))
+        count, arguments, temporary, estimate = row.needed
+        both = arguments + temporary
+        shown = " | ".join(f"{x / 2**20:,.0f}" for x in (arguments, temporary, both))
         lines.append(
             f"| {row.model.name} | {named(row.lora)} | {row.trained / 1e6:,.1f} | {shown}"
-            f" | {both / row.parameters:.1f} | {row.estimate / row.parameters:.1f} |"
+            f" | {both / count:.1f} | {estimate / count:.1f} |"
         )
     return lines
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import bench_common as common
 import jax
 import jax.numpy as jnp
+from bench_exactness_cost import model_config
 
 from tim_jax import optimizers
 from tim_jax.common.types import Rollout
@@ -44,21 +45,11 @@ class Row(NamedTuple):
     seconds: float  # to trace and compile
 
 
-def model_config(vocabulary: int) -> ModelConfig:
+def small_model(vocabulary: int) -> ModelConfig:
     """Small but for its vocabulary, so that logits would outweigh everything else."""
-    return ModelConfig(
-        model_type="qwen3",
-        vocab_size=vocabulary,
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        intermediate_size=192,
-        max_positions=max(LENGTHS),
-        qk_norm=True,
-        tied_embeddings=True,
-    )
+    sizes = {"layers": 2, "hidden": 64, "intermediate": 192, "heads": 4, "kv_heads": 2}
+    lengths = {"prompt": _PROMPT, "response": max(LENGTHS) - _PROMPT}
+    return model_config(common.Sizes(**sizes, head_dim=16, vocabulary=vocabulary, **lengths))
 
 
 class Model(NamedTuple):
@@ -79,32 +70,30 @@ MODELS = (
 SMALL = (Model("small", 64, 2, 4096),)
 
 
-class UpdateRow(NamedTuple):
+class Needed(NamedTuple):
     """What the compiler says of a whole update."""
 
-    model: Model
-    dtype: str
-    micro_batch: int | None
-    parameters: int
+    parameters: int  # of the model
     arguments: int  # bytes: masters, moments, compute weights, batch
     temporary: int  # bytes
     estimate: int  # bytes, as `tim-jax train` estimates before it starts
 
 
+class UpdateRow(NamedTuple):
+    """An update, and what it needs."""
+
+    model: Model
+    dtype: str
+    micro_batch: int | None
+    needed: Needed
+
+
 def step_of(model: Model, dtype: str, micro_batch: int | None) -> Workload:
     """8 sequences of up to 320 tokens; AdamW over float32 masters."""
-    config = ModelConfig(
-        model_type="qwen3",
-        vocab_size=model.vocabulary,
-        hidden_size=model.hidden,
-        num_layers=model.layers,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=model.hidden // 8,
-        intermediate_size=3 * model.hidden,
-        max_positions=512,
-        qk_norm=True,
-        tied_embeddings=True,
+    sizes = {"layers": model.layers, "hidden": model.hidden, "intermediate": 3 * model.hidden}
+    heads = {"heads": 16, "kv_heads": 8, "head_dim": model.hidden // 8}
+    config = model_config(
+        common.Sizes(**sizes, **heads, vocabulary=model.vocabulary, prompt=64, response=448)
     )
     numerics = Numerics(compute_dtype=dtype, kv_block=32, cache_write="rows")
     training = Training(
@@ -116,19 +105,25 @@ def step_of(model: Model, dtype: str, micro_batch: int | None) -> Workload:
     return Workload(training, prompt_length=64)
 
 
-def measure_update(model: Model, dtype: str, micro_batch: int | None) -> UpdateRow:
-    """Compiles an update of the model."""
-    step, devices = step_of(model, dtype, micro_batch), tuple(jax.devices()[:1])
-    program = workload.updating(step, devices)
-    found = program.function.lower(*program.arguments).compile().memory_analysis()
+def analysed(lowered: Any) -> Any:
+    """The memory of a program, as XLA analyses it."""
+    found = lowered.compile().memory_analysis()
     if found is None:
         raise SystemExit("this backend has no memory analysis")
-    shapes = jax.tree.leaves(parameter_shapes(step.execution.config))
-    return UpdateRow(
-        model,
-        dtype,
-        micro_batch,
-        sum(leaf.size for leaf in shapes),
+    return found
+
+
+def numbers(shapes: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def measure_update(step: Workload) -> Needed:
+    """Compiles an update of a step."""
+    devices = tuple(jax.devices()[:1])
+    program = workload.updating(step, devices)
+    found = analysed(program.function.lower(*program.arguments))
+    return Needed(
+        numbers(parameter_shapes(step.execution.config)),
         found.argument_size_in_bytes,
         found.temp_size_in_bytes,
         budget.needs(step, devices)[1].total,
@@ -142,10 +137,11 @@ def update_table(rows: list[UpdateRow]) -> list[str]:
         "|---|--:|---|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
-        sizes = row.arguments, row.temporary, row.arguments + row.temporary, row.estimate
-        shown = " | ".join(f"{size / row.parameters:.1f}" for size in sizes)
+        count, arguments, temporary, estimate = row.needed
+        sizes = arguments, temporary, arguments + temporary, estimate
+        shown = " | ".join(f"{size / count:.1f}" for size in sizes)
         lines.append(
-            f"| {row.model.name} | {row.parameters / 1e6:,.0f} | {row.dtype}"
+            f"| {row.model.name} | {count / 1e6:,.0f} | {row.dtype}"
             f" | {row.micro_batch or 'all 8'} | {shown} |"
         )
     return lines
@@ -155,7 +151,8 @@ def update_rows(models: tuple[Model, ...]) -> list[UpdateRow]:
     rows = []
     for model in models:
         for dtype, micro in (("bfloat16", 2), ("bfloat16", None), ("float32", 2)):
-            rows.append(measure_update(model, dtype, micro))
+            needed = measure_update(step_of(model, dtype, micro))
+            rows.append(UpdateRow(model, dtype, micro, needed))
             print("\n".join(update_table(rows[-1:])[2:]), flush=True)
     return rows
 
@@ -189,18 +186,14 @@ def loss(weights, rollout: Rollout, advantages: jax.Array, execution: Execution)
 
 def measure(length: int, vocabulary: int, numerics: Numerics) -> Row:
     """Compiles value and gradient for one sequence of `length` tokens."""
-    config = model_config(vocabulary)
+    config = small_model(vocabulary)
     execution = Execution(config, numerics, Sampling(length - _PROMPT))
     weights = jax.eval_shape(execution.prepare, parameter_shapes(config))
     advantages = jax.ShapeDtypeStruct((1,), jnp.float32)
     start = time.perf_counter()
     program = jax.jit(jax.value_and_grad(partial(loss, execution=execution), has_aux=True))
-    compiled = program.lower(weights, rollout_shapes(length), advantages).compile()
-    seconds = time.perf_counter() - start
-    found = compiled.memory_analysis()
-    if found is None:
-        raise SystemExit("this backend has no memory analysis")
-    return Row(length, numerics, found.temp_size_in_bytes, seconds)
+    found = analysed(program.lower(weights, rollout_shapes(length), advantages))
+    return Row(length, numerics, found.temp_size_in_bytes, time.perf_counter() - start)
 
 
 def table(rows: list[Row], vocabulary: int) -> list[str]:
@@ -223,7 +216,7 @@ def table(rows: list[Row], vocabulary: int) -> list[str]:
 
 
 def page(updates: list[UpdateRow], rows: list[Row], vocabulary: int, load: float) -> list[str]:
-    config = model_config(vocabulary)
+    config = small_model(vocabulary)
     tile = HEAD_ROWS * vocabulary * 4 / _MIB
     head = config.hidden_size * vocabulary * 4 / _MIB
     return [

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench_common import cpu_model
+from bench_common import between_marks, cpu_model
 
 from tim_jax import mismatch
 from tim_jax.app.config import toml
@@ -194,10 +194,7 @@ def write(plain: dict[str, Any], semantic: dict[str, Any]) -> None:
 def write_between(mark: str, lines: Sequence[str]) -> None:
     """Puts the lines between a mark's two ends in docs/mismatch.md."""
     page = DOCS / "mismatch.md"
-    begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->"
-    before, rest = page.read_text().split(begin)
-    _, after = rest.split(end)
-    page.write_text("\n".join([before + begin + lines[0], *lines[1:], end]) + after)
+    page.write_text(between_marks(page.read_text(), "\n".join(lines), mark))
 
 
 def measure_dtypes(folder: str, prompts: int, samples: int) -> dict[str, dict[str, Any]]:

@@ -140,11 +140,5 @@ def texts(rollout: Rollout) -> list[str]:
     ]
 
 
-def main() -> None:
-    options = common.worker_parser(__doc__ or "").parse_args()
-    worker = Worker(common.SHAPES[options.shape], options.batch, options.dtype)
-    common.serve(common.operations(worker))
-
-
 if __name__ == "__main__":
-    main()
+    common.serve(Worker, __doc__ or "")

@@ -111,12 +111,5 @@ def rewards(completions, **_) -> list[float]:
     return [common.share_even(completion) for completion in completions]
 
 
-def main() -> None:
-    options = common.worker_parser(__doc__ or "").parse_args()
-    worker = Worker(common.SHAPES[options.shape], options.batch, options.dtype)
-    names = "about", "prepare_learner", "step"
-    common.serve({name: getattr(worker, name) for name in names})
-
-
 if __name__ == "__main__":
-    main()
+    common.serve(Worker, __doc__ or "")

@@ -201,11 +201,5 @@ def rewards(prompts, completions, **_) -> list[float]:
     return [common.share_even(completion) for completion in completions]
 
 
-def main() -> None:
-    options = common.worker_parser(__doc__ or "").parse_args()
-    worker = Worker(common.SHAPES[options.shape], options.batch, options.dtype)
-    common.serve(common.operations(worker))
-
-
 if __name__ == "__main__":
-    main()
+    common.serve(Worker, __doc__ or "")

@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_common import RESULTS, cpu_model
+from bench_common import RESULTS, between_marks, cpu_model, generated, keep, read_rows
+from diagnose_faults import shifted, with_prompt, without
 from mismatch_table import PLAIN, cases
 from scipy import stats
 
@@ -244,19 +245,10 @@ ENGINES = tuple(
 )
 
 
-def generated(
-    model: Path,
-    dtype: str,
-    attention: str,
-    *,
-    samples: int = SAMPLES,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
+def drawn(
+    model: Path, dtype: str, attention: str, *, samples: int = SAMPLES, **sampling: float
 ) -> list[Row]:
-    """What transformers' generate draws with its cache, and the log-probs that it drew with.
-
-    `raw` has those of the logits before temperature and truncation.
-    """
+    """What transformers' generate draws after the questions."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -264,51 +256,20 @@ def generated(
         model, dtype=getattr(torch, dtype), attn_implementation=attention
     )
     torch.manual_seed(0)
-    rows = []
-    for prompt in prompt_ids(model):
-        given = torch.tensor([prompt] * samples)
-        made = engine.generate(
-            given,
-            attention_mask=torch.ones_like(given),
-            do_sample=True,
-            temperature=temperature,
-            top_k=0,
-            top_p=top_p,
-            max_new_tokens=RESPONSE,
-            return_dict_in_generate=True,
-            output_scores=True,
-            output_logits=True,
-        )
-        drawn = made.sequences[:, len(prompt) :]
-
-        def recorded(scores: Any, drawn: Any = drawn) -> list[list[float]]:
-            chances = torch.log_softmax(torch.stack(scores, dim=1).float(), dim=-1)
-            return chances.gather(2, drawn[..., None])[..., 0].tolist()
-
-        stops = engine.generation_config.eos_token_id
-        each = zip(drawn.tolist(), recorded(made.scores), recorded(made.logits), strict=True)
-        for ids, own, raw in each:
-            length = ids.index(stops) + 1 if stops in ids else len(ids)
-            rows.append(
-                {
-                    "prompt_token_ids": prompt,
-                    "response_token_ids": ids[:length],
-                    "logprobs": own[:length],
-                    "raw": raw[:length],
-                    "temperature": temperature,
-                    "top_p": top_p,
-                }
-            )
-    return rows
+    sampling = {"temperature": 1.0, "top_p": 1.0, **sampling}
+    how = {"stops": [engine.generation_config.eos_token_id], "max_new_tokens": RESPONSE}
+    rows = generated(engine, prompt_ids(model), samples=samples, **how, **sampling)
+    return [row | sampling for row in rows]
 
 
 def rollouts(model: Path, folder: Path, dtype: str, attention: str, **how: float) -> list[Row]:
-    """`generated`, made once and then read from `folder`."""
+    """`drawn`, made once and then read from `folder`."""
     name = "_".join([dtype, attention, *(f"{key}_{value}" for key, value in how.items())])
     path = folder / f"{name}.jsonl"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        write_rows(path, generated(model, dtype, attention, **cast(Any, how)))
+        rows = drawn(model, dtype, attention, **how)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return read_rows(path)
 
 
@@ -316,20 +277,6 @@ def engines(model: Path, folder: Path, every: int) -> Iterator[tuple[str, list[R
     """Name -> every n-th rollout of transformers."""
     for dtype, attention in ENGINES:
         yield f"{dtype}, {attention}", rollouts(model, folder, dtype, attention)[::every]
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The lines of a file of JSON lines; none if it is not there."""
-    return [json.loads(line) for line in path.open()] if path.is_file() else []
-
-
-def keep(path: Path, row: Row) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def faults(
@@ -341,7 +288,7 @@ def faults(
     ended = [row for row in whole if row["response_token_ids"][-1] == end]
     yield from reported(rows).items()
     yield from of_context(rows).items()
-    yield "end token stripped, where there was one", [part(row, slice(-1)) for row in ended]
+    yield "end token stripped, where there was one", [without(row, slice(-1)) for row in ended]
     cold = rollouts(model, folder, "bfloat16", "sdpa", samples=1, temperature=0.6)
     yield "temperature 0.6, not declared", [row | {"temperature": 1.0} for row in cold]
     yield "log-probs of temperature 1 under 0.6", [row | {"logprobs": row["raw"]} for row in cold]
@@ -369,9 +316,7 @@ def reported(rows: Sequence[Row]) -> dict[str, list[Row]]:
     sizes = [(len(one["logprobs"]), len(other["logprobs"])) for one, other in pairs]
     alike = [i for i, (own, its) in enumerate(sizes) if own == its][:2]
     return {
-        "shifted by one": [
-            row | {"logprobs": [*row["logprobs"][1:], row["logprobs"][0]]} for row in rows
-        ],
+        "shifted by one": [shifted(row) for row in rows],
         "sentinel -9999 in 10% of the tokens": in_a_tenth(lambda _: -9999.0),
         "0 in 10% of the tokens": in_a_tenth(lambda _: 0.0),
         "3 to 9 nats off in 10% of the tokens": in_a_tenth(lambda x: x - rng.uniform(3, 9)),
@@ -385,19 +330,14 @@ def reported(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def of_context(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Mistakes in what stands before the log-probs."""
 
-    def prompts(change: Callable[[list[int]], list[int]]) -> list[Row]:
-        return [row | {"prompt_token_ids": change(row["prompt_token_ids"])} for row in rows]
+    def longer(ids: list[int]) -> list[int]:
+        return [*ids, LINE_BREAK]
 
     return {
-        "first token stripped": [part(row, slice(1, None)) for row in rows],
-        "prompt without its first token, the BOS": prompts(lambda ids: ids[1:]),
-        "a line break more in the prompt": prompts(lambda ids: [*ids, LINE_BREAK]),
+        "first token stripped": [without(row, slice(1, None)) for row in rows],
+        "prompt without its first token, the BOS": [with_prompt(r, lambda x: x[1:]) for r in rows],
+        "a line break more in the prompt": [with_prompt(row, longer) for row in rows],
     }
-
-
-def part(row: Row, some: slice) -> Row:
-    """A row with some of its response."""
-    return row | {key: row[key][some] for key in ("response_token_ids", "logprobs")}
 
 
 def diagnosed(
@@ -560,17 +500,12 @@ def half(share: float, count: int) -> float:
 
 PARTS = ("logits", "audit", "sources", "engines", "faults", "runs", "ties")
 HEADINGS = {"engines": "transformers' generate", "faults": "mistake"}
-BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 
 
 def write(part: str, text: str) -> None:
     """Puts a part of the page between its markers."""
-    page = PAGE.read_text(encoding="utf-8")
-    before, rest = page.split(BEGIN.format(part))
-    _, after = rest.split(END.format(part))
-    PAGE.write_text(
-        f"{before}{BEGIN.format(part)}\n{text}\n{END.format(part)}{after}", encoding="utf-8"
-    )
+    page = between_marks(PAGE.read_text(encoding="utf-8"), text, part)
+    PAGE.write_text(page, encoding="utf-8")
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ padded, or packed in a buffer.
 """
 
 import argparse
-import json
 import pathlib
 import platform
 import time
@@ -24,7 +23,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exactness_cases import processor
+from bench_common import RESULTS, cpu_model, keep, put_section, read_rows
 
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.instruments.auditing import PRESETS, Replies, compare, random_params
@@ -36,7 +35,7 @@ from tim_jax.policy import scoring
 from tim_jax.rl import episodes
 from tim_jax.rl.rules import Turns
 
-OUT = pathlib.Path(__file__).parent.parent / "docs" / "results" / "turns.md"
+OUT = RESULTS / "turns.md"
 TITLES = {
     "": "## Sampler against learner, drawn episodes",
     "--interpreted": "## Pallas kernels, interpreted",
@@ -203,7 +202,7 @@ def run(
     `seeds`: names of all settings, which their seeds follow from.
     """
     share = -(-tokens // max(1, len(chosen) * len(BATCHINGS)))
-    cases = [json.loads(line) for line in file.read_text().splitlines()] if file else []
+    cases = read_rows(file) if file else []
     for name, setting in chosen.items():
         for how, batching in BATCHINGS.items():
             place = 1000 * (seeds.index(name) * len(BATCHINGS) + list(BATCHINGS).index(how))
@@ -220,8 +219,7 @@ def run(
                 cases.append(own[-1])
                 print(own[-1], *(() if first is None else ("UNEQUAL:", first)), flush=True)
                 if file:
-                    with file.open("a") as kept:
-                        kept.write(f"{json.dumps(own[-1])}\n")
+                    keep(file, own[-1])
         jax.clear_caches()
     return cases
 
@@ -234,7 +232,7 @@ def report(cases: list[dict], title: str, command: str) -> str:
         title,
         "",
         f"Made by `{command}` in {minutes:.0f} minutes (jax {jax.__version__}, Python"
-        f" {platform.python_version()}; {jax.default_backend()}: {processor()}).",
+        f" {platform.python_version()}; {jax.default_backend()}: {cpu_model()}).",
         "",
         f"Steps of {PROMPTS} prompts x {SAMPLES} samples, prompts of up to {LENGTH} tokens and",
         f"{ROOM} more; 2 to {MOST} turns of up to {LONGEST} tokens, replies of at most {REPLY}",
@@ -261,15 +259,6 @@ def _total(cases: list[dict], key: str) -> str:
     return f"{sum(case[key] for case in cases):,}"
 
 
-def with_section(page: str, section: str) -> str:
-    """The page with this section in place of the one with its title, or at the end."""
-    title = section.partition("\n")[0]
-    before, found, after = page.partition(f"{title}\n")
-    after = after.partition("\n## ")
-    rest = f"\n{after[1].strip()} {after[2]}" if found and after[1] else ""
-    return f"{before.rstrip()}\n\n{section}{rest}"
-
-
 def main():
     parser = argparse.ArgumentParser(description="Episodes: sampler against learner.")
     parser.add_argument("--tokens", type=int)
@@ -279,8 +268,6 @@ def main():
     parser.add_argument("--cases", type=pathlib.Path, help="a file of cases, to go on from")
     parser.add_argument("--out", type=pathlib.Path, default=OUT)
     args = parser.parse_args()
-    if args.cases:
-        args.cases.touch()
     chosen = interpreted() if args.interpreted else settings()
     usual = 5_000 * len(chosen) if args.interpreted else 20_000 if args.cut else 200_000
     tokens = args.tokens or usual
@@ -288,7 +275,7 @@ def main():
     cases = run(some, tokens, args.cases, seeds=list(chosen), cut=args.cut)
     kind = "--interpreted" if args.interpreted else "--cut" if args.cut else ""
     section = report(cases, TITLES[kind], f"python scripts/turns_cases.py {kind}".strip())
-    args.out.write_text(with_section(args.out.read_text() if args.out.exists() else "", section))
+    put_section(args.out, section)
     raise SystemExit(1 if any(case["unequal"] for case in cases) else 0)
 
 

@@ -8,78 +8,35 @@ alone. B sequences stand in groups of G neighbours; R is the longest response.
 
 import numpy as np
 
-GEO = "0.999_1.001"
+# Parts of the presets below.
+TOKEN, SEQUENCE = {"rollout_is": "token"}, {"rollout_is": "sequence"}
+ICEPOP = TOKEN | {"rollout_is_threshold": "0.5_5.0"}
+GEO_RS = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+BYPASS = {"bypass_mode": True}
+BYPASS_PG = BYPASS | {"loss_type": "reinforce"}
 # `RolloutCorrectionConfig`'s factories (verl/trainer/config/algorithm.py) with their defaults.
 PRESETS = {
     "disabled": {},
-    "decoupled_token_is": {"rollout_is": "token"},
-    "decoupled_token_icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
-    "decoupled_seq_is": {"rollout_is": "sequence"},
-    "decoupled_seq_is_rs": {
-        "rollout_is": "sequence",
-        "rollout_rs": "seq_sum_k1",
-        "rollout_rs_threshold": "0.5_2.0",
-    },
-    "decoupled_geo_rs": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": GEO},
-    "decoupled_geo_rs_seq_tis": {
-        "rollout_is": "sequence",
-        "rollout_rs": "seq_mean_k1",
-        "rollout_rs_threshold": GEO,
-    },
-    "decoupled_geo_rs_token_tis": {
-        "rollout_is": "token",
-        "rollout_rs": "seq_mean_k1",
-        "rollout_rs_threshold": GEO,
-    },
-    "decoupled_k3_rs": {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
-    "decoupled_k3_rs_seq_tis": {
-        "rollout_is": "sequence",
-        "rollout_rs": "seq_mean_k3",
-        "rollout_rs_threshold": 0.01,
-    },
-    "decoupled_k3_rs_token_tis": {
-        "rollout_is": "token",
-        "rollout_rs": "seq_mean_k3",
-        "rollout_rs_threshold": 0.01,
-    },
-    "bypass_ppo_clip": {"bypass_mode": True},
-    "bypass_ppo_clip_geo_rs": {
-        "bypass_mode": True,
-        "rollout_rs": "seq_mean_k1",
-        "rollout_rs_threshold": GEO,
-    },
-    "bypass_ppo_clip_k3_rs": {
-        "bypass_mode": True,
-        "rollout_rs": "seq_mean_k3",
-        "rollout_rs_threshold": 0.01,
-    },
-    "bypass_pg_is": {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"},
-    "bypass_pg_token_icepop": {
-        "bypass_mode": True,
-        "loss_type": "reinforce",
-        "rollout_is": "token",
-        "rollout_is_threshold": "0.5_5.0",
-    },
-    "bypass_pg_geo_rs": {
-        "bypass_mode": True,
-        "loss_type": "reinforce",
-        "rollout_rs": "seq_mean_k1",
-        "rollout_rs_threshold": GEO,
-    },
-    "bypass_pg_geo_rs_seq_tis": {
-        "bypass_mode": True,
-        "loss_type": "reinforce",
-        "rollout_is": "sequence",
-        "rollout_rs": "seq_mean_k1",
-        "rollout_rs_threshold": GEO,
-    },
-    "bypass_pg_geo_rs_token_tis": {
-        "bypass_mode": True,
-        "loss_type": "reinforce",
-        "rollout_is": "token",
-        "rollout_rs": "seq_mean_k1",
-        "rollout_rs_threshold": GEO,
-    },
+    "decoupled_token_is": TOKEN,
+    "decoupled_token_icepop": ICEPOP,
+    "decoupled_seq_is": SEQUENCE,
+    "decoupled_seq_is_rs": SEQUENCE
+    | {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+    "decoupled_geo_rs": GEO_RS,
+    "decoupled_geo_rs_seq_tis": SEQUENCE | GEO_RS,
+    "decoupled_geo_rs_token_tis": TOKEN | GEO_RS,
+    "decoupled_k3_rs": K3_RS,
+    "decoupled_k3_rs_seq_tis": SEQUENCE | K3_RS,
+    "decoupled_k3_rs_token_tis": TOKEN | K3_RS,
+    "bypass_ppo_clip": BYPASS,
+    "bypass_ppo_clip_geo_rs": BYPASS | GEO_RS,
+    "bypass_ppo_clip_k3_rs": BYPASS | K3_RS,
+    "bypass_pg_is": BYPASS_PG | SEQUENCE,
+    "bypass_pg_token_icepop": BYPASS_PG | ICEPOP,
+    "bypass_pg_geo_rs": BYPASS_PG | GEO_RS,
+    "bypass_pg_geo_rs_seq_tis": BYPASS_PG | SEQUENCE | GEO_RS,
+    "bypass_pg_geo_rs_token_tis": BYPASS_PG | TOKEN | GEO_RS,
 }
 
 

@@ -21,7 +21,7 @@ import records
 
 # Part -> its module, and the module's function that makes the cases.
 PARTS = {
-    "programs": ("programs", "cases"),
+    "programs": ("speed", "programs"),
     "exactness": ("exactness", "cases"),
     "speed": ("speed", "cases"),
     "accuracy": ("accuracy", "cases"),

@@ -13,13 +13,13 @@ from setting import Setting, same_bits
 
 from tim_jax.common.types import Rollout
 from tim_jax.instruments import auditing
-from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, Sampling, jit
 from tim_jax.numerics import Numerics
 from tim_jax.policy import scoring
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 import neutral
+import reference
 
 _F32_ERROR, _F32_GRADIENT = 1e-4, 1e-3
 _OVER_NATIVE = 1.25  # rounding to bfloat16 costs native numerics as much
@@ -40,8 +40,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     @cache
     def exact_values() -> np.ndarray:
         host = jax.device_get(drawn())
-        rows = [log_probs_float64(host, row, config) for row in tokens]
-        return np.stack(rows)
+        return np.stack([reference.reference_log_probs(host, row, config) for row in tokens])
 
     @cache
     def computed(numerics: Numerics):
@@ -104,44 +103,3 @@ def _rollout(tokens: np.ndarray) -> Rollout:
         log_probs=jnp.zeros((rows, length - 1)),
         finished=jnp.ones((rows,), bool),
     )
-
-
-def log_probs_float64(params, tokens: np.ndarray, config: ModelConfig) -> np.ndarray:
-    """f64[T - 1]: log-probs of tokens[1:] by a dense Qwen3 in NumPy, from the definitions."""
-    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    length = len(tokens)
-    x = p["embed"][tokens]
-    angles = np.arange(length)[:, None] * config.rope.theta ** (
-        -np.arange(0, config.head_dim, 2) / config.head_dim
-    )
-    for index in range(config.num_layers):
-        w = {name: leaf[index] for name, leaf in p["layers"].items()}
-        x = x + _attention_float64(_norm(x, w["attn_norm"], config), w, angles, config)
-        y = _norm(x, w["mlp_norm"], config)
-        gate = y @ w["gate"]
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ w["up"])) @ w["down"]
-    logits = _norm(x, p["final_norm"], config)[:-1] @ p["embed"].T
-    logits -= logits.max(axis=-1, keepdims=True)
-    found = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    return found[np.arange(length - 1), tokens[1:]]
-
-
-def _attention_float64(x, w, angles: np.ndarray, config: ModelConfig) -> np.ndarray:
-    def heads(name: str, norm: str) -> np.ndarray:  # [H, T, D], normed and turned
-        y = _norm((x @ w[name]).reshape(len(x), -1, config.head_dim), w[norm], config)
-        a, b = np.split(y.swapaxes(0, 1), 2, axis=-1)
-        cos, sin = np.cos(angles), np.sin(angles)
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-    group = config.num_heads // config.num_kv_heads
-    q, k = heads("q", "q_norm"), np.repeat(heads("k", "k_norm"), group, axis=0)
-    v = np.repeat((x @ w["v"]).reshape(len(x), -1, config.head_dim).swapaxes(0, 1), group, axis=0)
-    scores = q @ k.swapaxes(1, 2) * config.head_dim**-0.5
-    scores = np.where(np.tril(np.ones(scores.shape[1:])) > 0, scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    mixed = weights / weights.sum(axis=-1, keepdims=True) @ v
-    return mixed.swapaxes(0, 1).reshape(len(x), -1) @ w["o"]
-
-
-def _norm(x, weight, config: ModelConfig) -> np.ndarray:
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + config.rms_norm_eps) * weight

@@ -23,6 +23,7 @@ from tim_jax.numerics import (
 
 CANDIDATES = GPU_BF16.matmul
 MOSAIC = MOSAIC_GPU_BF16_SEVERAL_TILES.matmul
+_GROUP = 2  # query heads of a key head
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -42,12 +43,17 @@ def _sizes(setting: Setting) -> tuple[int, int, tuple[int, ...]]:
     )
 
 
+def _factors(numerics: Numerics, size: int, width: int, counts: tuple[int, ...]):
+    """The row counts, and factors of a product [the most rows, size] @ [size, width]."""
+    x = normal(0, counts[-1], size, dtype=numerics.dtype)
+    return counts, x, (normal(1, size, width) * size**-0.5).astype(numerics.dtype)
+
+
 def _gates(setting: Setting, numerics: Numerics) -> Iterator[Case]:
     dtype = numerics.compute_dtype
     ops = kernels.family(numerics)
-    size, width, counts = _sizes(setting)
-    x = normal(0, counts[-1], size, dtype=numerics.dtype)
-    weight = (normal(1, size, width) * size**-0.5).astype(numerics.dtype)
+    counts, x, weight = _factors(numerics, *_sizes(setting))
+    size = len(weight)
     logits = 3 * normal(2, counts[1], 48 if setting.smoke else 151936)
     norm_weight = 1 + 0.1 * normal(3, size)
     use = {"numerics": numerics}
@@ -87,9 +93,8 @@ def _products_of_mosaic(setting: Setting) -> Iterator[Case]:
         yield Case(label, lambda: {"left out": setting.without_mosaic})
         return
     numerics = setting.mosaic()
-    size, width, counts = (128, 128, (1, 7, 70)) if setting.smoke else _sizes(setting)
-    x = normal(0, counts[-1], size, dtype=numerics.dtype)
-    weight = (normal(1, size, width) * size**-0.5).astype(numerics.dtype)
+    sizes = (128, 128, (1, 7, 70)) if setting.smoke else _sizes(setting)
+    counts, x, weight = _factors(numerics, *sizes)
     ops, default = kernels.family(numerics), dot(numerics)
     gated = jax.jit(lambda x: ops.gated_dot(x, weight, None, numerics=numerics))
     rows = {"dot": lambda x: default(x, weight), "gated_dot": gated}
@@ -145,30 +150,35 @@ def _into(setting: Setting, numerics: Numerics):
     return {"passed": all(map(same_bits, found, expected))}
 
 
-def _decode(setting: Setting, numerics: Numerics):
-    """Rows one at a time against longer caches, a batch cut in half, and the whole."""
-    ops = kernels.family(numerics)
-    heads, group, size = 2, 2, 16 if setting.smoke else 128
+def _sequences(setting: Setting, numerics: Numerics) -> tuple[int, tuple[jax.Array, ...]]:
+    """The length of whole sequences, and attention's query, key, value and positions of them."""
+    heads, size = 2, 16 if setting.smoke else 128
     batch, length = (2, 24) if setting.smoke else (4, 1000)
-    query = normal(5, batch, heads, length * group, size, dtype=numerics.dtype) * size**-0.5
+    rows = length * _GROUP
+    query = normal(5, batch, heads, rows, size, dtype=numerics.dtype) * size**-0.5
     key = normal(6, batch, heads, size, length, dtype=numerics.dtype)
     value = normal(7, batch, heads, length, size, dtype=numerics.dtype)
-    at = jnp.repeat(jnp.broadcast_to(jnp.arange(length)[None, :], (batch, length)), group, axis=1)
+    at = jnp.broadcast_to(jnp.arange(rows)[None, :] // _GROUP, (batch, rows))
+    return length, (query.astype(numerics.dtype), key, value, at)
+
+
+def _decode(setting: Setting, numerics: Numerics):
+    """Rows one at a time against longer caches, a batch cut in half, and the whole."""
+    length, (query, key, value, at) = _sequences(setting, numerics)
+    ops = kernels.family(numerics)
     attend = jax.jit(partial(ops.attention, numerics=numerics, aligned=False))
-    whole = attend(query.astype(numerics.dtype), key, value, at)
+    whole = attend(query, key, value, at)
     longer = length + 70
     longer_key = jnp.pad(key, ((0, 0), (0, 0), (0, 0), (0, longer - length)))
     longer_value = jnp.pad(value, ((0, 0), (0, 0), (0, longer - length), (0, 0)))
     compared, unequal = 0, []
     for token in range(0, length, 7 if setting.smoke else 61):
-        rows = slice(token * group, (token + 1) * group)
-        one = attend(
-            query[:, :, rows].astype(numerics.dtype), longer_key, longer_value, at[:, rows]
-        )
+        rows = slice(token * _GROUP, (token + 1) * _GROUP)
+        one = attend(query[:, :, rows], longer_key, longer_value, at[:, rows])
         compared += 1
         if not same_bits(one, whole[:, :, rows]):
             unequal.append(token)
-    half = attend(query[1:2].astype(numerics.dtype), key[1:2], value[1:2], at[1:2])
+    half = attend(query[1:2], key[1:2], value[1:2], at[1:2])
     return {
         "passed": not unequal and compared > 2 and same_bits(half, whole[1:2]),
         "positions compared": compared,
@@ -196,15 +206,9 @@ def _attention(setting: Setting, numerics: Numerics):
             variants.check()
         except InputError as error:
             return {"left out": str(error)}
-    heads, group, size = 2, 2, 16 if setting.smoke else 128
-    batch, length = (2, 24) if setting.smoke else (4, 1000)
-    query = normal(5, batch, heads, length * group, size, dtype=numerics.dtype) * size**-0.5
-    query = query.astype(numerics.dtype)
-    key = normal(6, batch, heads, size, length, dtype=numerics.dtype)
-    value = normal(7, batch, heads, length, size, dtype=numerics.dtype)
-    at = jnp.repeat(jnp.broadcast_to(jnp.arange(length)[None, :], (batch, length)), group, axis=1)
+    length, (query, key, value, at) = _sequences(setting, numerics)
     attend = jax.jit(partial(kernels.attention, numerics=numerics, aligned=False))
-    rows = slice((length - 5) * group, (length - 4) * group)
+    rows = slice((length - 5) * _GROUP, (length - 4) * _GROUP)
     exact = _attention_float64(query, key, value, at)
     errors = {
         "prefill": attend(query, key, value, at) - exact,
@@ -226,10 +230,8 @@ def _attention_float64(query, key, value, at) -> np.ndarray:
 
 def _tiles(setting: Setting) -> Iterator[Case]:
     """Every candidate tile against the first."""
-    size, width, counts = _sizes(setting)
     numerics = setting.exact("bfloat16")
-    x = normal(0, counts[-1], size, dtype=numerics.dtype)
-    weight = (normal(1, size, width) * size**-0.5).astype(numerics.dtype)
+    _, x, weight = _factors(numerics, *_sizes(setting))
     candidates = (MatmulTile(16, 16), MatmulTile(32, 32)) if setting.smoke else CANDIDATES
 
     def compare(tile):
@@ -272,9 +274,7 @@ def text(tile: MatmulTile) -> str:
 
 def _native(setting: Setting):
     """For information: what plain XLA does on this device."""
-    size, width, counts = _sizes(setting)
-    x = normal(0, counts[-1], size, dtype=jnp.bfloat16)
-    weight = (normal(1, size, width) * size**-0.5).astype(jnp.bfloat16)
+    counts, x, weight = _factors(setting.native("bfloat16"), *_sizes(setting))
     run = jax.jit(native.product)
     whole = run(x, weight)
     unequal = [n for n in counts if not same_bits(run(x[:n], weight), whole[:n])]

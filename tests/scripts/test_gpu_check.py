@@ -14,11 +14,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-import reference
-
-from tim_jax.instruments import auditing
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -64,7 +60,7 @@ def test_it_starts_where_there_is_no_more_than_it_asks_for():
 import runpy, sys
 sys.modules.update(dict.fromkeys({absent}))  # to import one of them is an error
 sys.path[:0] = ["scripts", "scripts/gpu_check"]
-import accuracy, exactness, programs, speed, whole
+import accuracy, exactness, speed, whole
 sys.argv = ["gpu_check", "--help"]
 runpy.run_path("scripts/gpu_check", run_name="__main__")
 """
@@ -201,18 +197,6 @@ def test_every_family_of_the_check_has_whole_tiles(smoke):
             every.fitted(config, replace(every.exact(dtype), interpret=True))
 
 
-def test_the_float64_forward_of_the_check_is_that_of_the_tests():
-    import accuracy
-    import setting
-
-    config = setting.Setting(smoke=True, out=Path()).small_model().with_layers(2)
-    params = auditing.random_params(config, 3)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 24)
-    found = accuracy.log_probs_float64(params, tokens, config)
-    expected = reference.reference_log_probs(params, tokens, config)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
-
-
 def test_kernels_of_a_profile_are_those_of_the_devices_streams():
     import profiles
 
@@ -235,7 +219,6 @@ def test_kernels_of_a_profile_are_those_of_the_devices_streams():
 
 
 def test_whole_programs_are_named_once_and_exact_ones_compiled_ahead():
-    import programs
     import setting
     import speed
 
@@ -243,7 +226,7 @@ def test_whole_programs_are_named_once_and_exact_ones_compiled_ahead():
     names = [timed.name for timed in speed.plan(full)]
     assert len(set(names)) == len(names)
     assert names[0] == "sampler 1.7B exact, batch 64, 1,024 new tokens"
-    ahead = [case.name for case in programs.cases(full)]
+    ahead = [case.name for case in speed.programs(full)]
     assert len(set(ahead)) == len(ahead) > 10
     assert not [name for name in ahead if "native" in name]
     assert f"compile {names[0]}" in ahead

@@ -16,7 +16,7 @@ def test_its_loss_has_the_log_probs_and_entropies_of_a_step(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import memory_table as table
 
-    rollout, config = table.rollout_shapes(table._PROMPT + 4), table.model_config(64)
+    rollout, config = table.rollout_shapes(table._PROMPT + 4), table.small_model(64)
     execution = Execution(config, Numerics(), Sampling(4))
     loss, found = jax.eval_shape(
         lambda *given: table.loss(*given, execution=execution),

@@ -392,7 +392,7 @@ def test_an_evaluation_of_adapters_needs_no_more_than_their_training():
 def test_parameters_on_the_host_are_there_while_weights_are_made(monkeypatch):
     """As on an accelerator."""
     monkeypatch.setattr(workload, "offloaded", lambda step, devices: step.training.offload)
-    monkeypatch.setattr(budget, "_widened", lambda *_: 0)
+    monkeypatch.setattr(budget, "_widened_bytes", lambda *_: 0)
     draw = partial(
         planning.check_sampling,
         STEP.execution,

@@ -87,6 +87,16 @@ def over_all(local, ins, outs, *arguments):
     return call.lower(*shapes).compile()
 
 
+def arrays(*sizes):
+    """The shapes of float32 arrays."""
+    return [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+
+
+def counted(function, *sizes) -> costs.Work:
+    """The work of a function of float32 arrays of these sizes."""
+    return costs.count(jax.jit(function).trace(*arrays(*sizes)).jaxpr)
+
+
 def text_of(compiled) -> str:
     text = compiled.as_text()
     assert text is not None
@@ -157,7 +167,7 @@ def test_group_sizes(groups, size):
 
 
 def test_memory_is_the_compilers_own():
-    shape = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    (shape,) = arrays((256, 256))
     compiled = jax.jit(lambda x, y: (x @ y, x), donate_argnums=1).lower(shape, shape).compile()
     found = costs.of(compiled)
     assert found.arguments == 2 * 4 * 256**2
@@ -181,7 +191,7 @@ def test_a_refusal_says_how_much_was_wanted():
 
 def test_products_are_counted_as_the_compiler_does():
     """On a program without loops or kernels, where the compiler's own count is right."""
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 8, 32), (3, 32, 64))]
+    shapes = arrays((3, 8, 32), (3, 32, 64))
     program = jax.jit(lambda x, y: jnp.einsum("bik,bkj->bij", x, y))
     theirs = program.lower(*shapes).compile().cost_analysis()
     assert theirs is not None
@@ -195,15 +205,14 @@ def test_products_in_loops_and_in_kernels():
 
         return jax.lax.scan(step, x, None, length=7)[0]
 
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 128), (128, 128))]
-    assert costs.count(jax.jit(run).trace(*shapes).jaxpr).flops == 7 * 2 * 16 * 128 * 128
+    assert counted(run, (16, 128), (128, 128)).flops == 7 * 2 * 16 * 128 * 128
 
 
 def test_what_no_result_needs_is_not_counted():
     def run(x):
         return jnp.sum(x @ x), jax.lax.scan(lambda c, _: (c @ x, x @ x @ x), x, length=5)[0]
 
-    jaxpr = jax.jit(run).trace(jax.ShapeDtypeStruct((8, 8), jnp.float32)).jaxpr
+    jaxpr = jax.jit(run).trace(*arrays((8, 8))).jaxpr
     once = 2 * 8**3
     assert costs.count(jaxpr).flops == (1 + 5 * 3) * once
     found = costs.count(costs.live(jaxpr))
@@ -215,10 +224,8 @@ def test_what_no_result_needs_is_not_counted():
 def test_a_kernels_blocks_are_copied_when_their_place_changes():
     tiles = TpuTiles(rows=64, columns=128, block_k=128)
     numerics = replace(tiny.NUMERICS, family="pallas_tpu", interpret=True, tpu=tiles)
-    ops = kernels.family(numerics)
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((200, 256), (256, 384))]
-    traced = jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes)
-    found = costs.count(traced.jaxpr)
+    dot = partial(kernels.family(numerics).dot, numerics=numerics)
+    found = counted(dot, (200, 256), (256, 384))
     tiles, columns, depth = 4, 3, 2  # of 64 rows, 128 columns, 128 of the contraction
     assert found.flops == 2 * (tiles * 64) * 256 * 384
     inputs = tiles * columns * depth * (64 * 128 + 128 * 128)
@@ -230,9 +237,8 @@ def test_a_kernels_blocks_are_copied_when_their_place_changes():
 def test_programs_of_a_gpu_load_their_own_blocks_through_a_cache():
     tiles = GpuTiles(matmul=(MatmulTile(rows=64, columns=64),))
     numerics = replace(tiny.NUMERICS, family="pallas_gpu", interpret=True, gpu=tiles)
-    ops = kernels.family(numerics)
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((200, 256), (256, 384))]
-    found = costs.count(jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes).jaxpr)
+    dot = partial(kernels.family(numerics).dot, numerics=numerics)
+    found = counted(dot, (200, 256), (256, 384))
     (call,) = found.kernels
     assert call.programs == 4 * 6  # tiles of 64 rows, the last of 8, and 64 columns
     assert call.loaded == 4 * 24 * (64 * 256 + 256 * 64 + 64 * 64)
@@ -244,9 +250,8 @@ def test_programs_of_a_gpu_load_their_own_blocks_through_a_cache():
 @pytest.mark.parametrize("family", ["pallas_gpu", "pallas_tpu"])
 def test_of_a_tile_the_rows_that_there_are_are_counted(family):
     numerics = replace(tiny.NUMERICS, family=family, interpret=True)
-    ops = kernels.family(numerics)
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((5, 1024), (1024, 1024))]
-    found = costs.count(jax.jit(partial(ops.dot, numerics=numerics)).trace(*shapes).jaxpr)
+    dot = partial(kernels.family(numerics).dot, numerics=numerics)
+    found = counted(dot, (5, 1024), (1024, 1024))
     assert found.kernel_bytes == 4 * (5 * 1024 + 1024 * 1024 + 5 * 1024)
 
 
@@ -254,9 +259,11 @@ def test_a_weight_that_a_kernel_takes_twice_is_read_once():
     """As the columns of the gate and as those of up."""
     numerics = replace(tiny.NUMERICS, family="pallas_gpu", interpret=True)
     ops = kernels.family(numerics)
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 256), (256, 2 * 384))]
-    run = jax.jit(lambda x, weight: ops.gated_dot(x, weight, None, numerics=numerics))
-    found = costs.count(run.trace(*shapes).jaxpr)
+
+    def run(x, weight):
+        return ops.gated_dot(x, weight, None, numerics=numerics)
+
+    found = counted(run, (64, 256), (256, 2 * 384))
     assert found.kernel_bytes == 4 * (64 * 256 + 256 * 2 * 384 + 64 * 384)
     (call,) = found.kernels
     assert call.tile is not None
@@ -266,8 +273,8 @@ def test_a_weight_that_a_kernel_takes_twice_is_read_once():
 
 def test_of_a_cache_what_is_written_counts():
     numerics = replace(tiny.NUMERICS, family="pallas_gpu", cache_write="kernel", interpret=True)
-    caches = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 2, 16, 999), (8, 2, 999, 16))]
-    rows = [jax.ShapeDtypeStruct((8, 1, 2, 16), jnp.float32)] * 2
+    caches = arrays((8, 2, 16, 999), (8, 2, 999, 16))
+    rows = arrays((8, 1, 2, 16)) * 2
     at = jax.ShapeDtypeStruct((8, 1), jnp.int32)
     found = costs.count(
         jax.jit(partial(kernels.written, numerics=numerics)).trace(caches, rows, at).jaxpr
@@ -280,8 +287,8 @@ def test_of_a_cache_what_is_written_counts():
 def test_attention_on_a_gpu_states_its_products_and_loads(with_gradient):
     """Its loops have lengths that are values, and are not those of the program's own loops."""
     numerics = replace(tiny.NUMERICS, family="pallas_gpu", interpret=True, kv_block=16)
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 2, 70, 32), (3, 2, 32, 40))]
-    value, at = jax.ShapeDtypeStruct((3, 2, 40, 16), jnp.float32), jnp.zeros((3, 70), jnp.int32)
+    shapes = arrays((3, 2, 70, 32), (3, 2, 32, 40), (3, 2, 40, 16))
+    at = jnp.zeros((3, 70), jnp.int32)
     attend = partial(kernels.attention, numerics=numerics, aligned=True)
     matrix = jnp.ones((8, 8))
 
@@ -295,7 +302,7 @@ def test_attention_on_a_gpu_states_its_products_and_loads(with_gradient):
         times = jnp.argmax(value)  # known to nobody before the program runs
         return made, jax.lax.fori_loop(0, times, lambda _, x: x @ x, matrix)
 
-    found = costs.count(jax.jit(run).trace(*shapes, value).jaxpr, (7,))
+    found = costs.count(jax.jit(run).trace(*shapes).jaxpr, (7,))
     # Rows are filled up to tiles of 64, keys to blocks of 16; in the gradient both to 128.
     pairs = 3 * 2 * 128
     products = pairs * 48 * (32 + 16)
@@ -315,7 +322,7 @@ def test_bytes_of_a_loop_over_slices_are_those_of_the_slices():
     def run(stack, x):
         return jax.lax.scan(lambda x, w: (x @ w, None), x, stack)[0]
 
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((50, 64, 64), (8, 64))]
+    shapes = arrays((50, 64, 64), (8, 64))
     module = hlo.parse(text_of(jax.jit(run).lower(*shapes).compile()))
     once = 4 * 50 * 64 * 64
     assert once <= costs.instructions(module).accessed < 5 * once
@@ -747,7 +754,7 @@ def test_values_by_row_may_have_the_shapes_of_two_weights():
 
 def test_weights_of_two_sizes_are_a_difference():
     def text(width):
-        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((24, 96), (96, 160), (width,))]
+        shapes = arrays((24, 96), (96, 160), (width,))
         run = jax.jit(lambda x, w, bias: jnp.sum(bias) + jnp.sum(x @ w, axis=1))
         return text_of(run.lower(*shapes).compile())
 
@@ -788,8 +795,8 @@ ENTRY %main (x: {dtype}[8,{width}], y: f32[8,96]) -> f32[8] {{
 
 def test_another_width_is_a_difference():
     def text(width):
-        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((24, 96), (96, width))]
-        return text_of(jax.jit(lambda x, w: x @ w).lower(*shapes).compile())
+        program = jax.jit(lambda x, w: x @ w)
+        return text_of(program.lower(*arrays((24, 96), (96, width))).compile())
 
     (match,) = comparison.compare(text(160), [text(320)], weights=[*WEIGHTS, (96, 320)])
     assert any("sizes [96, 160] / [96, 320]" in line for line in match.differences)

@@ -166,8 +166,8 @@ def test_a_projected_gradient_in_small_batches_is_that_of_the_whole(policy, exac
     config = policy.config.model_copy(update={"learner": section})
     size = sum(leaf.size for leaf in jax.tree.leaves(policy.params))
     bench = measurement._bench(study(projected=size), policy, config)
-    assert bench.training.learning.micro_batch == 2
-    assert bench.training.learning.remat
+    assert bench.learnings["tis"].micro_batch == 2
+    assert bench.learnings["tis"].remat
     expected = exact.gradients["tis"]
     measuring = Measuring(bench)
     kept = measuring.batches(mismatch.EXACT, ("tis",), kept=tmp_path)

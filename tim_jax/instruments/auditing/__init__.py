@@ -15,7 +15,7 @@ import html
 import io
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
@@ -36,64 +36,34 @@ from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts, Rollout, make_key
 from tim_jax.instruments.auditing.cases import (
     PRESETS as PRESETS,
-)
-from tim_jax.instruments.auditing.cases import (
     Again as Again,
-)
-from tim_jax.instruments.auditing.cases import (
     Case as Case,
-)
-from tim_jax.instruments.auditing.cases import (
     Episodes as Episodes,
-)
-from tim_jax.instruments.auditing.cases import (
     Replies as Replies,
-)
-from tim_jax.instruments.auditing.cases import (
     Score as Score,
-)
-from tim_jax.instruments.auditing.cases import (
     Sizes as Sizes,
-)
-from tim_jax.instruments.auditing.cases import (
+    learner_log_probs as learner_log_probs,
     placed_cases as placed_cases,
-)
-from tim_jax.instruments.auditing.cases import (
     placed_episodes as placed_episodes,
-)
-from tim_jax.instruments.auditing.cases import (
     placements as placements,
-)
-from tim_jax.instruments.auditing.cases import (
     plain_sampling as plain_sampling,
-)
-from tim_jax.instruments.auditing.cases import (
     random_params as random_params,
-)
-from tim_jax.instruments.auditing.cases import (
     standard_cases as standard_cases,
 )
 from tim_jax.instruments.auditing.compiler import (
     GradientResult as GradientResult,
-)
-from tim_jax.instruments.auditing.compiler import (
     check_gradients as check_gradients,
-)
-from tim_jax.instruments.auditing.compiler import (
     of_backward as of_backward,
 )
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.execution import Execution, Sampling, forget_programs, jit
+from tim_jax.model.execution import Execution, Sampling, forget_programs
 from tim_jax.model.weights import Params, Weights, weight_axes
 from tim_jax.numerics import EXACT_BF16, EXACT_F32, Numerics, describe
 from tim_jax.numerics.strict import unequal_bits
-from tim_jax.objectives import Objective
 from tim_jax.placement import Placement
 from tim_jax.rl import episodes, programs
-from tim_jax.rl.learner import experience
 from tim_jax.rl.rules import Turns
-from tim_jax.rl.types import Carried, Learning
 
 
 class Unequal(NamedTuple):
@@ -352,37 +322,6 @@ def _filled(tokens: Any, more: int, config: ModelConfig) -> Any:
 
 # Cases share compiled programs.
 _sampler = cache(programs.sampling_program)
-
-
-@cache
-def learner_log_probs(execution: Execution, score: Score) -> Callable[..., Any]:
-    """Jitted (weights, rollout) -> (log-probs [B, R], gradient) by the learner's own functions.
-
-    The gradient is returned, so that XLA cannot leave it out. Without `score.gradient` it is the
-    learner's forward for scoring.
-    """
-    objective = Objective(estimator="reinforce")
-    learning = Learning(
-        objective,
-        samples=1,
-        micro_batch=score.micro_batch,
-        micro_batch_tokens=score.tokens,
-        remat=score.remat,
-    )
-    policy = programs.policy(execution, learning)
-
-    def log_probs(weights, rollout: Rollout):
-        if not score.gradient:
-            return policy.score(weights, rollout)[0], None
-        rewards = jnp.arange(rollout.lengths.shape[0], dtype=jnp.float32)
-        batch = experience(
-            weights, None, Carried(()), rollout, rewards, score=policy.score, learning=learning
-        ).experience
-        token_weights = learning.objective.token_weights(batch.mask, batch.kept)
-        gradient, tokens = policy.gradient(weights, batch, token_weights)
-        return tokens["log_prob"], gradient
-
-    return jit(log_probs, execution.numerics)
 
 
 def compare(

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from tim_jax import metrics, mismatch
 from tim_jax.common import pages
 from tim_jax.common.types import Prompts, Rollout, make_key
-from tim_jax.instruments.auditing import Score, learner_log_probs
+from tim_jax.instruments.auditing.cases import Score, learner_log_probs
 from tim_jax.mismatch import Mismatch, dial
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Weights

@@ -1,23 +1,31 @@
-"""The cases of an audit, small architectures with awkward shapes, and random parameters."""
+"""The cases of an audit and their learners, small architectures, and random parameters."""
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.common.errors import InputError
+from tim_jax.common.types import Rollout
 from tim_jax.model import parameters
 from tim_jax.model.config import LatentConfig, ModelConfig
-from tim_jax.model.execution import ALL_AT_ONCE, Batching, Sampling
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling, jit
 from tim_jax.model.parameters import init_params
 from tim_jax.model.rope import RopeConfig
 from tim_jax.model.weights import Kind, Params, tree
 from tim_jax.numerics import Numerics
+from tim_jax.objectives import Objective
 from tim_jax.placement import SINGLE, Placement
+from tim_jax.rl import programs
+from tim_jax.rl.learner import experience
+from tim_jax.rl.types import Carried, Learning
 from tim_jax.tasks.base import Outcome, Turn
 
 _STOPS = 24  # one token in this many of the vocabulary ends a response
@@ -85,6 +93,37 @@ class Score:
     gradient: bool = True  # False: a forward of whole sequences, without cache or gradient
     remat: bool = False
     placement: Placement = SINGLE
+
+
+@cache
+def learner_log_probs(execution: Execution, score: Score) -> Callable[..., Any]:
+    """Jitted (weights, rollout) -> (log-probs [B, R], gradient) by the learner's own functions.
+
+    The gradient is returned, so that XLA cannot leave it out. Without `score.gradient` it is the
+    learner's forward for scoring.
+    """
+    objective = Objective(estimator="reinforce")
+    learning = Learning(
+        objective,
+        samples=1,
+        micro_batch=score.micro_batch,
+        micro_batch_tokens=score.tokens,
+        remat=score.remat,
+    )
+    policy = programs.policy(execution, learning)
+
+    def log_probs(weights, rollout: Rollout):
+        if not score.gradient:
+            return policy.score(weights, rollout)[0], None
+        rewards = jnp.arange(rollout.lengths.shape[0], dtype=jnp.float32)
+        batch = experience(
+            weights, None, Carried(()), rollout, rewards, score=policy.score, learning=learning
+        ).experience
+        token_weights = learning.objective.token_weights(batch.mask, batch.kept)
+        gradient, tokens = policy.gradient(weights, batch, token_weights)
+        return tokens["log_prob"], gradient
+
+    return jit(log_probs, execution.numerics)
 
 
 @dataclass(frozen=True)

@@ -206,10 +206,10 @@ def read(values: Mapping[str, Any], *, default: Distribution, vocabulary: int) -
             "min_p together with top_p is not scored here: engines differ in which of the two comes"
             " first"
         )
-    return replace(said, raw=_raw(values, default) and not said.plain)
+    return replace(said, raw=_is_raw(values, default) and not said.plain)
 
 
-def _raw(values: Mapping[str, Any], default: Distribution) -> bool:
+def _is_raw(values: Mapping[str, Any], default: Distribution) -> bool:
     mode = values.get("logprobs_mode")
     if mode is None:
         return default.raw

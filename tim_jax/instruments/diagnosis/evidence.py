@@ -120,7 +120,7 @@ def _of_responses(
     """What a program finds of each response's tokens, and of the place after them."""
     parts: dict[int, dict[str, np.ndarray]] = {}
     for numbers, rollout, declared in _batches(responses):
-        execution = _executing(forward.execution, responses[numbers[0]])
+        execution = _execution_for(forward.execution, responses[numbers[0]])
         shaped = None
         if declared.shaped:
             each = [responses[i].declared for i in numbers]
@@ -136,7 +136,7 @@ def _of_responses(
     return [parts[number] for number in range(len(responses))]
 
 
-def _executing(execution: Execution, response: Response) -> Execution:
+def _execution_for(execution: Execution, response: Response) -> Execution:
     declared = response.declared
     # At temperature 0 engines report log-probs of the plain distribution.
     plain = declared.raw or declared.temperature == 0
@@ -289,8 +289,8 @@ def side_by_side(
         "log_probs": _filled([np.nan_to_num(r.log_probs) for r in responses], (size,), np.float32),
         "finished": np.asarray([r.ended != "cut" for r in responses]),
         "hidden": hidden,
-        "supports": _optional([r.supports for r in responses], size, value=-1),
-        "routes": _optional([r.routes for r in responses], prompt_size + size, value=0),
+        "supports": _stack([r.supports for r in responses], size, value=-1),
+        "routes": _stack([r.routes for r in responses], prompt_size + size, value=0),
     }
     return Rollout(**jax.tree.map(jnp.asarray, arrays))
 
@@ -306,7 +306,7 @@ def _filled(
     return array
 
 
-def _optional(rows: Sequence[np.ndarray | None], length: int, *, value: int) -> np.ndarray | None:
+def _stack(rows: Sequence[np.ndarray | None], length: int, *, value: int) -> np.ndarray | None:
     """Arrays [n, ...] as [B, length, ...], the last axis as long as the longest; None of none."""
     given = [row for row in rows if row is not None]
     if not given:

@@ -375,7 +375,7 @@ def judge(
         off = float(np.log(after.scale)) / _FACTOR
         odds = -0.5 * off**2 - float(np.log(_FACTOR * np.sqrt(2 * np.pi)))
     seen = ~tokens.hidden
-    drawn = _of_draws(explanation.drawn, base.drawn, tokens.shows_draw)
+    drawn = _gains_of_draws(explanation.drawn, base.drawn, tokens.shows_draw)
     gains = after.densities - before.densities + drawn
     scaling = total / len(recorded) if total else 1.0
     cost = penalty(len(explanation.parameters), len(recorded))
@@ -395,19 +395,19 @@ def judge(
         effect=float(moved[touched].mean()) if touched.any() else 0.0,
         touched=touched,
         within=1.0 - float(np.nan_to_num(left).mean()) / whole if whole > 0 else 0.0,
-        refuted=_refuted(np.isneginf(explanation.drawn) & tokens.shows_draw, drawn),
+        refuted=_is_refuted(np.isneginf(explanation.drawn) & tokens.shows_draw, drawn),
         of_draws=bool(drawn.sum() > DECISIVE and mean_of(drawn[seen]) > LEAST_EFFECT),
     )
 
 
-def _of_draws(drawn: np.ndarray, base: np.ndarray, seen: np.ndarray) -> np.ndarray:
+def _gains_of_draws(drawn: np.ndarray, base: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """Nats f64[N] by which draws that are `seen` are likelier than by another explanation."""
     with np.errstate(invalid="ignore"):  # what can be by neither
         gains = np.nan_to_num(drawn - base, neginf=-IMPOSSIBLE, posinf=IMPOSSIBLE)
     return np.where(seen, gains, 0.0)
 
 
-def _refuted(impossible: np.ndarray, gains: np.ndarray) -> bool:
+def _is_refuted(impossible: np.ndarray, gains: np.ndarray) -> bool:
     """Whether of N draws about as many cannot be as were expected without a truncation.
 
     Where it keeps a share, the draws that it keeps gain minus its logarithm.

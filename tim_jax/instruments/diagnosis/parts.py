@@ -151,7 +151,7 @@ def up_to_some_token(
     if not rows or ends.all() or not (inside & ~ends[tokens.sequence]).any():
         return None
     where = f"up to some token of {rows} of {len(ends)} rows"
-    return _only(explanation, tokens, inside, where, structure=-cost)
+    return _limit(explanation, tokens, inside, where, structure=-cost)
 
 
 def in_some_rows(
@@ -179,10 +179,10 @@ def in_some_rows(
     if chosen.all() or not chosen.any() or (few and 2 * chosen.sum() > len(chosen)):
         return None
     where = f"in {chosen.sum()} of {len(chosen)} rows"
-    return _only(explanation, tokens, chosen[tokens.sequence], where, structure=_choice(chosen))
+    return _limit(explanation, tokens, chosen[tokens.sequence], where, structure=_choice(chosen))
 
 
-def _only(
+def _limit(
     explanation: Explanation, tokens: Tokens, inside: np.ndarray, where: str, *, structure: float
 ) -> Explanation:
     """The explanation inside, bool[N], and the null elsewhere."""
@@ -443,7 +443,7 @@ def _stripped(tokens: Tokens, suspect: np.ndarray) -> Iterator[Explanation]:
         return
     odds, rest = _odds(tokens, stripped, going)
     rest -= _GOES_ON * _stops_inside(tokens)
-    gain, lost = _mixed(odds + np.where(named[stripped], _NAMED, 0.0))
+    gain, lost = _fit_mixture(odds + np.where(named[stripped], _NAMED, 0.0))
     yield tokens.null.as_fault(
         "end_token_stripped",
         "the end token was stripped: responses end where one was due, and have none",
@@ -488,7 +488,7 @@ def _has_end(tokens: Tokens) -> np.ndarray:
     return (np.isin(last, tokens.stop_tokens) | named) & ~tokens.hidden[tokens.lasts]
 
 
-def _mixed(odds: np.ndarray) -> tuple[float, np.ndarray]:
+def _fit_mixture(odds: np.ndarray) -> tuple[float, np.ndarray]:
     """Nats that a mixture gains whose parts differ by `odds` f64[M], and which are of the part.
 
     The share of the others is the likeliest; one that is not 0 costs a fitted parameter.

@@ -122,7 +122,7 @@ def _rows(given: Row, form: str, pad: int | None) -> Iterator[Row]:
         several = list(tunix(values, pad=pad) if name == "tunix" else _READERS[name](values))
         # The other readers take what stands beside a response from the line themselves.
         for one in [*([values] if name in ("vllm", "sglang") else []), *around]:
-            of_all |= _beside(one, len(several))
+            of_all |= _values_beside(one, len(several))
     except InputError as error:
         raise InputError(f"{given.where}: {error}") from None
     of_all |= {key: line[key] for key in _OF_EPISODES if line.get(key) is not None}
@@ -143,7 +143,7 @@ def _shaping(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {x: one[x] for one in places for x in SHAPING if one.get(x) is not None}
 
 
-def _beside(values: Mapping[str, Any], responses: int) -> dict[str, Any]:
+def _values_beside(values: Mapping[str, Any], responses: int) -> dict[str, Any]:
     """What a recorder put beside a response, or beside a request and its response."""
     given = _named(values, _BESIDE)
     for key in given:

@@ -90,10 +90,10 @@ def plain_values(values: Mapping[str, Any], *, whole: Collection[str]) -> dict[s
       values: of a line, or of a row in memory.
       whole: the keys of whole numbers: a table's column of them with gaps is one of floats.
     """
-    return {key: _said(x, whole=key in whole) for key, x in _listed(values).items()}
+    return {key: _without_gap(x, whole=key in whole) for key, x in _listed(values).items()}
 
 
-def _said(value: Any, *, whole: bool) -> Any:
+def _without_gap(value: Any, *, whole: bool) -> Any:
     """A value; None for a gap, such as pandas' NaN."""
     if type(value).__name__ in ("NAType", "NaTType") or value != value:
         return None

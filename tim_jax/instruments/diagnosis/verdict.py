@@ -212,7 +212,7 @@ def _worth_trying(numerics: Variant, judged: Sequence[Judged], few: Tokens) -> b
 
     Where a fault explains most, half precision alone is looked for in the rest.
     """
-    if numerics.after and not _found(numerics.after, judged):
+    if numerics.after and not _goes_with_gap(numerics.after, judged):
         return False
     known = [one for one in judged if one.gain > DECISIVE and not one.by_sizes]
     most = {one.kind for one in known if one.moves and one.share > _MOST}
@@ -227,7 +227,7 @@ def _worth_trying(numerics: Variant, judged: Sequence[Judged], few: Tokens) -> b
     return not made or bool(min(medians, default=0.0) > made[0] / _SMALLER)
 
 
-def _found(name: str, judged: Iterable[Judged]) -> bool:
+def _goes_with_gap(name: str, judged: Iterable[Judged]) -> bool:
     """Whether what is recorded goes with low precision of this name: with a correlation of 0.2."""
     own = (one for one in _low_precision(judged) if one.name == name)
     return any(one.gain > DECISIVE and one.gains.mean() > _GOES_WITH for one in own)
@@ -318,7 +318,7 @@ def _decide(tokens: Tokens, judged: Sequence[Judged], sizes: dict[str, float]) -
     coarse = abnormal(sizes)
     half = _half_precision(judged, sizes, len(tokens.sequence))
     unusual = coarse and half is None
-    known = [x for x in judged if x.gain > DECISIVE and material(x) and _of_enough(x)]
+    known = [x for x in judged if x.gain > DECISIVE and material(x) and _has_enough_tokens(x)]
     if unusual:  # draws do not explain the gap, and what does may move them
         known = [one for one in known if one.moves or not one.of_draws]
     best = _best(known, coarse=coarse)
@@ -328,7 +328,7 @@ def _decide(tokens: Tokens, judged: Sequence[Judged], sizes: dict[str, float]) -
         # By chance, sizes of few tokens are large; the largest of few is not.
         few = int((~tokens.hidden).sum()) < _ENOUGH and sizes["largest"] <= NORMAL_LARGEST
         state = "fault" if fault or not few else "undecided"
-    second = _second(best, judged) if best is not None and fault else None
+    second = _rest_of_gap(best, judged) if best is not None and fault else None
     part = None
     if best is not None and fault:
         part = parts.part_of(best.tokens, best.touched) if best.local else None
@@ -337,9 +337,9 @@ def _decide(tokens: Tokens, judged: Sequence[Judged], sizes: dict[str, float]) -
     elif best is None or best.share < _MOST:
         part = _odd_rows(tokens, judged)
         state, best = (state, best) if part is None else ("fault", None)
-    first = _first(best, tokens, part) if state == "fault" else None
+    first = _first_token(best, tokens, part) if state == "fault" else None
     nearest = best is not None and fault and _is_nearest(best, judged)
-    more = _more(best, judged) if best is not None and fault and second is None else None
+    more = _sizes_elsewhere(best, judged) if best is not None and fault and second is None else None
     return Verdict(
         state, tokens, tuple(judged), best, second, first, sizes, half, nearest, more, part
     )
@@ -353,7 +353,7 @@ def _is_nearest(fault: Judged, judged: Sequence[Judged]) -> bool:
     return not _is_half_precision(left, total, judged)
 
 
-def _more(fault: Judged, judged: Sequence[Judged]) -> dict[str, float] | None:
+def _sizes_elsewhere(fault: Judged, judged: Sequence[Judged]) -> dict[str, float] | None:
     """The sizes of what remains where a fault changes nothing, if they are of no numerics."""
     others = ~fault.touched & ~fault.tokens.hidden
     left, total = sizes_of(fault.residual[others]), int(others.sum())
@@ -368,7 +368,7 @@ def _is_half_precision(sizes: dict[str, float], total: int, judged: Sequence[Jud
     return not abnormal(sizes) or any(_makes(one, sizes, total, MEAN_FACTOR) for one in half)
 
 
-def _of_enough(judged: Judged) -> bool:
+def _has_enough_tokens(judged: Judged) -> bool:
     """Whether an explanation is of many more tokens than the numbers that it fits."""
     shown = judged.touched if judged.moves else judged.tokens.shows_draw
     return int(shown.sum()) >= _OF_A_PARAMETER * len(judged.explanation.parameters)
@@ -442,7 +442,7 @@ def _half_precision(judged: Sequence[Judged], sizes: dict[str, float], total: in
     """
     most = dict.fromkeys(HALF_PRECISION, MEAN_FACTOR)
     for name, alone in _ALONE.items():
-        if _found(alone, judged):
+        if _goes_with_gap(alone, judged):
             most[name] = MEAN_FACTOR if name == alone else _OPERANDS_FACTOR
     own = {one.name: one for one in _low_precision(judged)}
 
@@ -542,7 +542,7 @@ def _announced(tried: Iterable[Variant], most: int, *, more: bool = False) -> It
         yield variant
 
 
-def _second(best: Judged, judged: Sequence[Judged]) -> Judged | None:
+def _rest_of_gap(best: Judged, judged: Sequence[Judged]) -> Judged | None:
     """The low precision that explains most of what a fault leaves, if any does."""
     own = {*map(id, best.tokens.responses)}
     sources = [x for x in _low_precision(judged) if {*map(id, x.tokens.responses)} <= own]
@@ -571,7 +571,7 @@ def _numbers(tokens: Tokens, panel: Tokens) -> list[int]:
     return [i for i, response in enumerate(tokens.responses) if id(response) in kept]
 
 
-def _first(best: Judged | None, tokens: Tokens, part: Part | None) -> Place:
+def _first_token(best: Judged | None, tokens: Tokens, part: Part | None) -> Place:
     """The first token that shows the verdict; the one with the largest gap if none does alone."""
     gap = np.nan_to_num(np.abs(tokens.gap))
     if best is None or (part is not None and best.kind == "numerics"):

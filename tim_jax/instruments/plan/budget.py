@@ -67,7 +67,7 @@ def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
     drawn = {} if workload.sampler.own_devices else kept
     drawn = {**drawn, **_drawing(workload, devices)}
     learnt = {**always, **_learning(workload, state, weights)}
-    if _widened(workload.execution, weights, devices):
+    if _widened_bytes(workload.execution, weights, devices):
         # One at a time: a gradient's products take their operands row by row.
         learnt["a transposed factor of products"] = workloads.bytes_per_device(weights["head"])
     if workload.execution.lora is not None:  # after the gradient, before they are joined
@@ -79,7 +79,7 @@ def needs(workload: Workload, devices: Devices) -> tuple[Need, Need]:
 def _drawing(workload: Workload, devices: Devices) -> dict[str, int]:
     """Bytes of sampling beside the run's state: the sampler's weights, keys and values, logits."""
     given, decoding = workloads.drawing_weights(workload)
-    widened = _widened(workload.execution, decoding, devices)
+    widened = _widened_bytes(workload.execution, decoding, devices)
     drawing = workload.training.drawing
     rows = max(1, _slots(workload) // drawing.placement.shards)
     made = {
@@ -113,7 +113,7 @@ def _copies(workload: Workload, weights: Any, devices: Devices, beside: int) -> 
     return max(whole, made) if turns else made
 
 
-def _widened(execution: Execution, weights: Any, devices: Devices) -> int:
+def _widened_bytes(execution: Execution, weights: Any, devices: Devices) -> int:
     """Bytes of the float32 copies of bfloat16 matrices that a CPU makes to multiply by them."""
     if devices[0].platform != "cpu" or execution.numerics.compute_dtype == "float32":
         return 0
@@ -168,11 +168,11 @@ def _learning(workload: Workload, state: Any, weights: Any) -> dict[str, int]:
     gradient, layers = _gradient(workload, state, weights)
     tokens = (workload.tokens or workload.training.micro_batch * workload.longest) // where.shards
     wide = numerics.dtype.itemsize
-    layer = 4 * config.hidden_size + _of_attention(config) + 3 * config.active_width
+    layer = 4 * config.hidden_size + _attention_numbers(config) + 3 * config.active_width
     layer *= tokens
     if config.num_experts:  # what each of a token's experts makes of it, float32
         layer += tokens * config.num_experts_per_tok * config.hidden_size * 4 // wide
-    exchanged = _exchanged(workload, tokens)
+    exchanged = _exchanged_bytes(workload, tokens)
     kept = tokens * config.hidden_size if workload.learning.remat else layer
     logits = min(numerics.head_rows, tokens) * config.vocab_size // where.tensor
     return {
@@ -184,7 +184,7 @@ def _learning(workload: Workload, state: Any, weights: Any) -> dict[str, int]:
     }
 
 
-def _of_attention(config: ModelConfig) -> int:
+def _attention_numbers(config: ModelConfig) -> int:
     """Numbers a token that a layer's attention makes: its projections, and what they become."""
     heads, key, value = config.attention
     if config.latent is None:
@@ -193,7 +193,7 @@ def _of_attention(config: ModelConfig) -> int:
     return config.num_heads * of_head + 2 * key + config.latent.q_lora_rank
 
 
-def _exchanged(workload: Workload, tokens: int) -> int:
+def _exchanged_bytes(workload: Workload, tokens: int) -> int:
     """Bytes of what the experts of a device make of the tokens of its group, and of what it sends.
 
     There is room for the least favourable choice, by which all tokens go to one device.
@@ -237,14 +237,14 @@ def check(workload: Workload, devices: Devices, *, most: int | None = None) -> N
       InputError: one line that says which stage needs how much for what, how much there is, and
         which settings would make it fit.
     """
-    used = _used(workload, devices)
+    used = _used_devices(workload, devices)
     most = _shared_capacity(used) if most is None else most
     if most is None:
         return
     need = max(needs(workload, used), key=lambda need: need.total)
     if need.total <= _MARGIN * most:
         return
-    helps = _way(workload, devices, most) or (
+    helps = _find_settings(workload, devices, most) or (
         f"no setting makes it fit on {len(used)} of these; placement.fsdp ="
         f" {-(-need.total // most)} or more, on as many, splits masters, optimiser and gradient"
     )
@@ -260,7 +260,7 @@ def check_sampling(workload: Workload, devices: Devices, helps: str) -> None:
     Raises:
       InputError: one line, as `check`.
     """
-    used = _used(workload, devices)
+    used = _used_devices(workload, devices)
     kept = workloads.held(workload, *workloads.laid_out(workload, used))
     parts = ("masters", "the adapters' base", "weights")
     made = Need("weights", {name: kept[name] for name in parts})
@@ -282,7 +282,7 @@ def _too_much(need: Need, used: Devices, most: int, helps: str) -> str:
     return f"memory: {need}, but this {kind} has {_size(most)}{each}; {helps}"
 
 
-def _way(workload: Workload, devices: Devices, most: int) -> str | None:
+def _find_settings(workload: Workload, devices: Devices, most: int) -> str | None:
     """Settings that make it fit: the first of the single changes, else those changes together.
 
     On more of the devices, if there are any that nothing lies on, where no change helps without.
@@ -296,12 +296,12 @@ def _way(workload: Workload, devices: Devices, most: int) -> str | None:
         found.append(text)
         if len(found) > 1 and _fits(changed, devices, most):
             return ", ".join(found)
-    if (wider := _wider(workload, devices)) is None:
+    if (wider := _spread_wider(workload, devices)) is None:
         return None
     text, spread = wider
     if _fits(spread, devices, most):
         return text
-    more = _way(spread, devices, most)
+    more = _find_settings(spread, devices, most)
     return more and f"{text}, {more}"
 
 
@@ -330,7 +330,7 @@ def _changes(workload: Workload, devices: Devices, most: int) -> Iterator[tuple[
     if workloads.offloaded(workload.varied(offload=True), devices) and not staying:
         yield "learner.offload = true", lambda it: it.varied(offload=True)
     if drawing.fsdp > 1 and drawing.decode == "whole":
-        key, field = _of_drawing(workload)
+        key, field = _drawing_key(workload)
         sharded = {field: replace(drawing, decode="sharded")}
         yield f'{key}.decode = "sharded"', lambda it: it.varied(**sharded)
     numerics = workload.execution.numerics
@@ -344,14 +344,14 @@ def divisors(count: int, step: int) -> list[int]:
     return [n for n in range(step, count + 1, step) if count % n == 0]
 
 
-def _of_drawing(workload: Workload) -> tuple[str, str]:
+def _drawing_key(workload: Workload) -> tuple[str, str]:
     """The key, and the field of a training, of the placement that draws."""
     if workload.sampler.placement is None:
         return "placement", "placement"
     return "placement.sampler", "sampler_placement"
 
 
-def _wider(workload: Workload, devices: Devices) -> tuple[str, Workload] | None:
+def _spread_wider(workload: Workload, devices: Devices) -> tuple[str, Workload] | None:
     """The step on as many of the devices as it can be, and its settings; None: on no more.
 
     Micro-batches that do not spread over them become the smallest that do.
@@ -362,16 +362,16 @@ def _wider(workload: Workload, devices: Devices) -> tuple[str, Workload] | None:
     for times in range(len(devices) // where.devices, 1, -1):
         wider = replace(where, fsdp=times * where.fsdp)
         text, step = f"placement.fsdp = {wider.fsdp}", workload.varied(placement=wider)
-        if _possible(step):
+        if _is_possible(step):
             return text, step
         size = next(iter(divisors(workload.training.rows, wider.shards)), None)
-        if size is not None and _possible(step.with_micro_batch(size)):
+        if size is not None and _is_possible(step.with_micro_batch(size)):
             key, unit = workload.micro_batch
             return f"{text}, {key} = {size * unit}", step.with_micro_batch(size)
     return None
 
 
-def _possible(workload: Workload) -> bool:
+def _is_possible(workload: Workload) -> bool:
     """Whether a run takes these settings."""
     execution, training = workload.execution, workload.training
     try:
@@ -386,11 +386,11 @@ def _possible(workload: Workload) -> bool:
 
 def _fits(workload: Workload, devices: Devices, most: int, *, drawing: bool = False) -> bool:
     """Whether both stages fit; with `drawing` the first alone."""
-    both = needs(workload, _used(workload, devices))
+    both = needs(workload, _used_devices(workload, devices))
     return all(need.total <= most for need in both[: 1 if drawing else 2])
 
 
-def _used(workload: Workload, devices: Devices) -> Devices:
+def _used_devices(workload: Workload, devices: Devices) -> Devices:
     return tuple(devices[: workload.execution.placement.devices])
 
 
@@ -403,28 +403,28 @@ def advice(workload: Workload, stage: str, devices: Devices, *, slots: int | Non
         if that is not known.
     """
     where = workload.execution.placement
-    if (wider := _wider(workload, devices)) is not None:
+    if (wider := _spread_wider(workload, devices)) is not None:
         yield f"{wider[0]}: the slice has devices that nothing lies on"
     fsdp = where.data * where.fsdp
     merged = workload.varied(placement=replace(where, data=1, fsdp=fsdp))
-    if where.data > 1 and _possible(merged):
+    if where.data > 1 and _is_possible(merged):
         now, then = (workloads.resident(it, devices, "scoring") for it in (workload, merged))
         yield (
             f"placement.data = 1 with placement.fsdp = {fsdp}: masters and optimiser take"
             f" {then / _GIB:.1f} instead of {now / _GIB:.1f} GiB a device"
         )
     if stage == "sampler":
-        yield from _of_sampler(workload, slots, devices)
+        yield from _sampler_advice(workload, slots, devices)
     else:
-        yield from _of_learner(workload)
+        yield from _learner_advice(workload)
     if workload.execution.numerics.compute_dtype == "float32":
         yield 'numerics.dtype = "bfloat16": half the weights, keys and values, and activations'
     yield "a slice of more chips: a batch's rows, masters and optimiser are split over all of them"
 
 
-def _of_sampler(workload: Workload, slots: int | None, devices: Devices) -> Iterator[str]:
+def _sampler_advice(workload: Workload, slots: int | None, devices: Devices) -> Iterator[str]:
     where, numerics = workload.training.drawing.placement, workload.execution.numerics
-    key, field = _of_drawing(workload)
+    key, field = _drawing_key(workload)
     if slots:
         yield f"sampler.slots = {slots}: this many sequences are decoded at a time, same bits"
     yield "sampling.max_tokens: room for keys and values is made for the longest response"
@@ -438,11 +438,11 @@ def _of_sampler(workload: Workload, slots: int | None, devices: Devices) -> Iter
     wider = replace(where, tensor=2 * where.tensor)
     tiled = replace(numerics, column_tiles=math.lcm(numerics.column_tiles, wider.tensor))
     spread = {field: wider, "numerics": tiled}
-    if wider.devices <= len(devices) and _possible(workload.varied(**spread)):
+    if wider.devices <= len(devices) and _is_possible(workload.varied(**spread)):
         yield f"{key}.tensor = {wider.tensor}: half the weights and key heads a device"
 
 
-def _of_learner(workload: Workload) -> Iterator[str]:
+def _learner_advice(workload: Workload) -> Iterator[str]:
     shards = workload.execution.placement.shards
     if not workload.learning.remat:
         yield "learner.remat = true: activations of one layer at a time, for a second forward"

@@ -62,7 +62,7 @@ def _waves(call: Call, rates: Rates) -> int:
     return -(-call.programs // rates.cores)
 
 
-def _of_program(call: Call, loading: float, rates: Rates) -> float:
+def _program_seconds(call: Call, loading: float, rates: Rates) -> float:
     """Seconds of a program that multiplies while it loads.
 
     The p-norm of both. The more steps are in flight, the more they overlap: p is half of them.
@@ -77,7 +77,7 @@ def _many(call: Call, rates: Rates, fixed: float, kept: float, lacked: float) ->
     again = tile is not None and tile.passes >= tile.rows / tile.height  # for every row of tiles
     rate = lacked if tile is not None and tile.weight >= _KEPT and again else kept
     loading = call.loaded / call.programs / rate
-    return _waves(call, rates) * (fixed + _of_program(call, loading, rates))
+    return _waves(call, rates) * (fixed + _program_seconds(call, loading, rates))
 
 
 def _head(call: Call, rates: Rates, fixed: float, memory: float) -> float:
@@ -85,7 +85,7 @@ def _head(call: Call, rates: Rates, fixed: float, memory: float) -> float:
     moved = call.memory + ((call.tile.passes - 1) * call.tile.weight if call.tile else 0)
     waves = _waves(call, rates)
     loading = max(call.loaded / call.programs / rates.core, moved / waves / memory)
-    return waves * (fixed + _of_program(call, loading, rates))
+    return waves * (fixed + _program_seconds(call, loading, rates))
 
 
 def _few(call: Call, rates: Rates, fixed: float, core: float, memory: float) -> float:
@@ -291,7 +291,7 @@ def estimate(
     of_xla = flops / rates.products(dtype), figures.own.accessed / rates.memory
     others = sum(of_xla) if rates.cache else max(of_xla)
     if measured:
-        rest = _of_xla(figures, measured)
+        rest = _xla_seconds(figures, measured)
         classes |= rest
         launches = rest.pop(LAUNCHES)
         others = sum(rest.values())
@@ -312,7 +312,7 @@ def part_of(call: Call, share: float) -> Call:
     return replace(call, flops=flops, loaded=loaded, memory=memory)
 
 
-def _of_xla(figures: Figures, measured: Calibration) -> dict[str, float]:
+def _xla_seconds(figures: Figures, measured: Calibration) -> dict[str, float]:
     """Seconds of XLA's instructions by class, their launches included."""
 
     def of(kind: str, moved: int, made: int = 0) -> float:

@@ -235,7 +235,7 @@ def arms(study: Study, base: Mapping[str, Any], *, source: str) -> tuple[Arm, ..
     known: dict[str, RunConfig] = {}
     for arm in chosen:
         config = toml.build(arm.run, source=f"arm {arm.name}")
-        if twin := _same(config, known):
+        if twin := _find_same(config, known):
             raise InputError(
                 f"{source}: the arms {twin!r} and {arm.name!r} are the same run; leave one out"
             )
@@ -293,7 +293,7 @@ def _choices(study: Study) -> Iterator[ArmChoice]:
         yield ArmChoice(**dict(zip(options, names, strict=True)))
 
 
-def _same(config: RunConfig, known: Mapping[str, RunConfig]) -> str | None:
+def _find_same(config: RunConfig, known: Mapping[str, RunConfig]) -> str | None:
     """The name of the run with this configuration, if one is known."""
     return next((name for name, other in known.items() if other == config), None)
 
@@ -356,7 +356,7 @@ def _with_control(
             ' controls = "where_possible"'
         ) from error
     config = toml.build(run, source=f"{source}: the control of {controlled.name}")
-    name = _same(config, known)
+    name = _find_same(config, known)
     if name is None:
         name = f"{controlled.name}+{CONTROL}"
         if name in known:

@@ -16,21 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tim_jax import corrections, metrics
+from tim_jax import metrics
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Prompts, Rollout, make_key
-from tim_jax.instruments.study.definition import Remedy
 from tim_jax.mismatch import Mismatch
 from tim_jax.model import adapters, transformer
 from tim_jax.model.execution import Execution, jit
 from tim_jax.model.files import write_arrays
-from tim_jax.model.weights import Weights
 from tim_jax.numerics.strict import tree_sum
 from tim_jax.policy import scoring
 from tim_jax.rl import drawing, programs
 from tim_jax.rl.drawing import Text
 from tim_jax.rl.learner import experience
-from tim_jax.rl.training import Training
 from tim_jax.rl.types import Carried, Experience, Learning
 from tim_jax.tasks.base import Example, Task
 
@@ -39,58 +36,32 @@ _SIGNS = {"positive": 1.0, "negative": -1.0}
 _PROJECTION = 0x9801  # the seed of its signs
 
 
-def make_learnings(plain: Learning, remedies: Mapping[str, Remedy]) -> dict[str, Learning]:
-    """Returns how each estimator makes a gradient of a batch, of how it is made in bypass mode.
-
-    Raises:
-        InputError: a remedy contradicts the objective, or reads the policy of each update.
-    """
-    found = {BYPASS: plain, RECOMPUTE: replace(plain, mode="recompute")}
-    for name, remedy in remedies.items():
-        try:
-            built = corrections.build(remedy.corrections)
-            found[name] = replace(found[RECOMPUTE], correction=built)
-        except InputError as error:
-            raise InputError(f"remedy {name!r}: {error}") from error
-        if found[name].stages.update.blocks or found[name].needs_whole_update:
-            raise InputError(
-                f"remedy {name!r}: reads the policy of each update, of which a measurement at"
-                " fixed weights has none; leave it out"
-            )
-    return found
-
-
 @dataclass(frozen=True)
 class Bench:
     """A policy at fixed weights, and what is drawn from it.
 
     Attributes:
-        training: how it draws and learns, without a mismatch and a correction.
+        execution: the policy, which draws without a mismatch.
+        learnings: how each estimator makes a gradient of a batch, `RECOMPUTE` among them.
         params: its master weights, arrays.
         batches: how many batches; each draws a group of responses for every example.
-        remedies: corrections by name, applied in recompute mode.
         projected: how many numbers a gradient is projected to (`project`); None: the whole one.
     """
 
-    training: Training
+    execution: Execution
+    learnings: Mapping[str, Learning]
     params: Any
     task: Task
     text: Text
     examples: tuple[Example, ...]
     batches: int
     seed: int
-    remedies: Mapping[str, Remedy]
     projected: int | None = None
-
-    @property
-    def execution(self) -> Execution:
-        """The policy."""
-        return self.training.execution
 
     @property
     def group(self) -> int:
         """Responses of a prompt."""
-        return self.training.learning.samples
+        return self.learnings[RECOMPUTE].samples
 
     @cached_property
     def weights(self) -> Any:
@@ -101,11 +72,6 @@ class Bench:
     def prompts(self) -> Prompts:
         """The examples, the same in every batch."""
         return self.text.prompts(self.examples, range(len(self.examples)))
-
-    @cached_property
-    def learnings(self) -> dict[str, Learning]:
-        """How each estimator makes a gradient of a batch."""
-        return make_learnings(self.training.learning, self.remedies)
 
 
 class Batches(NamedTuple):
@@ -325,7 +291,7 @@ def bound_constants(measuring: Measuring, dial: Mismatch, *, states: int) -> dic
 
 
 def total_variation(
-    weights: Weights, edited: Weights, rollout: Rollout, execution: Execution, other: Execution
+    weights: Any, edited: Any, rollout: Rollout, execution: Execution, other: Execution
 ) -> np.ndarray:
     """f32[N], half the L1 distance of the two next-token distributions at N visited states."""
     # Sequence by sequence, because a whole batch's distributions are large: R V numbers each.
@@ -341,7 +307,7 @@ def total_variation(
     return np.concatenate(distances)[np.asarray(rollout.mask)]
 
 
-def _distributions(weights: Weights, rollout: Rollout, execution: Execution) -> jax.Array:
+def _distributions(weights: Any, rollout: Rollout, execution: Execution) -> jax.Array:
     """f32[B, R, V], of every response token, at the execution's temperature, not truncated."""
     tokens = scoring.sequences(rollout)
     rows, size = rollout.responses.shape
@@ -354,7 +320,7 @@ def _distributions(weights: Weights, rollout: Rollout, execution: Execution) -> 
 
 
 def score_norms(
-    weights: Weights, params: Any, rollout: Rollout, execution: Execution, *, states: int
+    weights: Any, params: Any, rollout: Rollout, execution: Execution, *, states: int
 ) -> np.ndarray:
     """f32[`states`], norms of the gradient of a token's log-prob, at states spread over a batch.
 
@@ -379,9 +345,7 @@ def score_norms(
     return np.asarray(each(jnp.asarray(chosen, jnp.int32)))
 
 
-def _trained(
-    weights: Weights, params: Any, execution: Execution
-) -> tuple[Any, Callable[[Any], Weights]]:
+def _trained(weights: Any, params: Any, execution: Execution) -> tuple[Any, Callable[[Any], Any]]:
     """What is trained, and how compute weights are made of it."""
     own = adapters.of(params)
     if own is None:

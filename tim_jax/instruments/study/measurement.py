@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
 
-from tim_jax import mismatch
+from tim_jax import corrections, mismatch
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.run import assembly, folders, sources
@@ -30,7 +30,6 @@ from tim_jax.instruments.study.gradient import (
     Bench,
     Measuring,
     bound_constants,
-    make_learnings,
 )
 from tim_jax.model.execution import Execution
 from tim_jax.objectives import advantages
@@ -160,7 +159,7 @@ def check(study: GradientStudy, configs: Mapping[str, RunConfig]) -> None:
     """
     for config in configs.values():
         _check_base(study, config)
-        make_learnings(_make_learning(config), study.remedy)
+        _make_learnings(config, study)
         task, prompts = sources.make_task(config), config.learner.prompts_per_step
         task.close()
         if len(task.train) < prompts:
@@ -299,30 +298,44 @@ def _bench(study: GradientStudy, policy: Trained, config: RunConfig) -> Bench:
     _check_sources(study, execution)
     task = sources.make_task(config)
     examples = tuple(task.train[i] for i in range(config.learner.prompts_per_step))
-    training = assembly.make_training(config, execution)
-    training = replace(training, learning=_make_learning(config))
     return Bench(
-        training=training,
+        execution=execution,
+        learnings=_make_learnings(config, study),
         params=policy.params,
         task=task,
         text=sources.make_text(config, policy.model, run=run),
         examples=examples,
         batches=study.batches,
         seed=config.seed,
-        remedies=study.remedy,
         projected=study.projected,
     )
 
 
-def _make_learning(config: RunConfig) -> Learning:
-    """Returns how a gradient is made in bypass mode, without a correction."""
-    section = config.learner
-    return Learning(
+def _make_learnings(config: RunConfig, study: GradientStudy) -> dict[str, Learning]:
+    """Returns how each estimator makes a gradient of a batch.
+
+    Raises:
+        InputError: a remedy contradicts the objective, or reads the policy of each update.
+    """
+    plain = Learning(
         config.objective,
         config.sampling.samples,
-        micro_batch=section.micro_batch,
-        remat=section.remat,
+        micro_batch=config.learner.micro_batch,
+        remat=config.learner.remat,
     )
+    found = {BYPASS: plain, RECOMPUTE: replace(plain, mode="recompute")}
+    for name, remedy in study.remedy.items():
+        try:
+            built = corrections.build(remedy.corrections)
+            found[name] = replace(found[RECOMPUTE], correction=built)
+        except InputError as error:
+            raise InputError(f"remedy {name!r}: {error}") from error
+        if found[name].stages.update.blocks or found[name].needs_whole_update:
+            raise InputError(
+                f"remedy {name!r}: reads the policy of each update, of which a measurement at"
+                " fixed weights has none; leave it out"
+            )
+    return found
 
 
 def _record(exact: Batches, other: Batches) -> dict[str, Any]:
