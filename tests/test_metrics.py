@@ -379,6 +379,13 @@ def test_log_probs_that_would_broadcast_are_refused_in_one_line(train, rollout, 
         assert "\n" not in str(error.value)
 
 
+def test_lists_are_read_as_arrays():
+    given: Any = [[-0.5, -1.25]], [[-0.5, -1.0]], [[1, 1]]
+    found = jax.jit(lambda: metrics.mismatch_metrics(*given))()
+    assert int(found["tokens"]) == 2
+    assert float(found["log_ratio_abs_max"]) == 0.25
+
+
 def test_a_packed_row_is_refused_by_its_shape():
     row = jnp.zeros(3)
     for measure in (metrics.mismatch_metrics, metrics.mismatch_profiles):

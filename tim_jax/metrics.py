@@ -302,6 +302,7 @@ def gradient_noise_scale(
 
 def _prepared(train, rollout, mask) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the log-probs `widened`, 0 where the mask is False, and the bool mask; unsharded."""
+    train, rollout, mask = (jnp.asarray(x) for x in (train, rollout, mask))
     for name, x in (("train", train), ("rollout", rollout)):
         if x.shape != mask.shape:
             raise InputError(f"{name} has shape {x.shape}; it must be the mask's, {mask.shape}")

@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from tim_jax.common.errors import InputError
-from tim_jax.common.inputs import check_kinds
+from tim_jax.common.inputs import check_kinds, shown
 from tim_jax.numerics import strict
 from tim_jax.numerics.strict import compensated_sum, count, tree_sum
 
@@ -325,12 +325,14 @@ def length_triggered_decay(
     be scheduled with `optax.inject_hyperparams`; such values are not checked.
 
     Raises:
-        InputError: multiple not above 0, floor outside [0, 1] or factor outside (0, 1); and
-            `response_length` missing from `update`.
+        InputError: multiple not above 0, floor outside [0, 1], factor outside (0, 1) or a
+            detector of another type; and `response_length` missing from `update`.
     """
     _check_number("multiple", multiple, lambda x: x > 0.0, "be above 0")
     _check_decay(floor, factor)
     detector = SurgeDetector() if detector is None else detector
+    if not isinstance(detector, SurgeDetector):
+        raise InputError(f"detector is {shown(detector)}; it must be a SurgeDetector(...)")
 
     def init(params):
         del params
@@ -468,8 +470,13 @@ def _advance(state: LengthDecayState, period, *, floor, factor) -> LengthDecaySt
 
 
 def _scaled(updates, scale: jax.Array):
-    # Rounded once, also where the updates have 16 bits.
-    return jax.tree.map(lambda u: jnp.multiply(*strict.widened(u, scale)).astype(u.dtype), updates)
+    def scaled(update):
+        if jnp.iscomplexobj(update):
+            return jax.lax.complex(scaled(update.real), scaled(update.imag))
+        # Rounded once, also where the updates have 16 bits.
+        return jnp.multiply(*strict.widened(update, scale)).astype(update.dtype)
+
+    return jax.tree.map(scaled, updates)
 
 
 def _checked_period(period: Any) -> Any:

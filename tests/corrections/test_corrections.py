@@ -489,6 +489,10 @@ def test_a_missing_extra_argument_is_named(case, missing):
         (lambda: corrections.token_tis(cap=-2.0), "upper bound is -2.0"),
         (lambda: corrections.token_tis(cap=0.5), "upper bound is 0.5; below 1"),
         (lambda: corrections.token_tis(cap=float("nan")), "upper bound is nan"),
+        (lambda: UNTYPED.token_tis(cap="2"), "upper bound is '2'; .* must be a number above 0"),
+        (lambda: UNTYPED.k3_rejection(bound="2"), "upper is '2'; for 'k3'"),
+        (lambda: UNTYPED.dppo(bound="0.2"), "upper is '0.2'; as a bound"),
+        (lambda: UNTYPED.normalise_by_running_mean(decay="0.5"), "decay is '0.5'; it must lie"),
         (lambda: corrections.icepop(lower=5.0, upper=2.0), "lower bound is 5.0, above the upper"),
         (lambda: corrections.mask_outside("token", lower=1.5), "lower bound is 1.5; above 1"),
         (lambda: corrections.mask_outside("token"), "no bound on the ratio"),
@@ -693,6 +697,29 @@ def test_arrays_that_would_broadcast_over_other_tokens_are_refused_in_one_line(c
     square = {k: jnp.ones((8, 8) if v.ndim == 2 else 8, v.dtype) for k, v in arrays.items()}
     with pytest.raises(InputError, match="must both be"):
         run("token_tis", {**square, "log_ratio": jnp.ones(8)})
+
+
+@pytest.mark.parametrize("kind", ["lists", "torch"])
+def test_lists_and_tensors_are_read_as_arrays(kind):
+    torch = pytest.importorskip("torch") if kind == "torch" else None
+
+    def given(arrays):
+        plain = {k: np.array(v) for k, v in arrays.items()}
+        return {k: v.tolist() if torch is None else torch.from_numpy(v) for k, v in plain.items()}
+
+    arrays = batch(28)
+    assert_same_bits(coefficients(CASES["dppo"], **given(arrays)), run("dppo", arrays))
+    _, flat, ids, _, _ = packed_batch(0, False)
+    flat["segment_ids"] = ids
+    found = [coefficients(CASES["dppo"], **x, segments=PACKED_ROWS) for x in (flat, given(flat))]
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("missing", ["log_ratio", "mask"])
+def test_a_batch_without_log_ratios_or_mask_is_refused_in_one_line(missing):
+    for function in (correct, coefficients):
+        with pytest.raises(InputError, match=rf"^{missing} is None; it must be an array"):
+            function(CASES["none"], **{**batch(29), missing: None})
 
 
 def test_a_wrong_shape_is_refused_by_update_as_well():

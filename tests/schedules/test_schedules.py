@@ -371,6 +371,12 @@ def test_updates_keep_their_dtypes_and_it_compiles_once():
     assert updates["b"].dtype == jnp.float32
 
 
+def test_complex_updates_keep_their_imaginary_part():
+    decay = length_decay(1)
+    updates, _ = decay.update({"a": jnp.asarray([2 + 4j])}, decay.init(None))
+    np.testing.assert_array_equal(updates["a"], [1 + 2j])
+
+
 WITH_STATE = {
     "length_triggered_decay": length_triggered_decay(),
     "length_decay": length_decay(3),
@@ -418,6 +424,11 @@ def test_every_state_of_the_library_can_be_donated(name):
         (lambda: length_decay(10, factor=1.0), "factor is 1.0"),
         (lambda: length_triggered_decay(multiple=0.0), "multiple is 0.0"),
         (lambda: length_triggered_decay(factor=0.0), "factor is 0.0"),
+        (
+            lambda: UNTYPED.length_triggered_decay(detector={"rise": 2.0}),
+            "detector is {'rise': 2.0}",
+        ),
+        (lambda: UNTYPED.length_triggered_decay(detector=SurgeDetector), "must be a SurgeDetector"),
         (lambda: SurgeDetector(rise=1.0), "rise is 1.0"),
         (lambda: SurgeDetector(noise=-1.0), "noise is -1.0"),
         (lambda: SurgeDetector(recent=20), "recent is 20"),

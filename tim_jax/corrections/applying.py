@@ -21,6 +21,9 @@ from tim_jax.corrections.ratios import ratio
 from tim_jax.numerics import strict
 from tim_jax.numerics.strict import arithmetic_dtype, compensated_sum, row_count, whole, widened
 
+# Of the arguments; a transform of the user's own may read others, of any kind.
+_ARRAYS = ("log_ratio", "mask", "log_probs", "advantages", "divergence")
+
 
 class Layout(NamedTuple):
     """Where each token of a packed row [N] lies in the rows [segments, N] of its sequences."""
@@ -41,7 +44,7 @@ def layout_of(segment_ids: jax.Array, segments: int | None, mask: jax.Array) -> 
             f"segment_ids have shape {segment_ids.shape} and the mask {mask.shape}; a packed batch"
             " is one row of tokens, and they must both have its length"
         )
-    segment_ids = whole(jnp.asarray(segment_ids)).astype(jnp.int32)
+    segment_ids = whole(segment_ids).astype(jnp.int32)
     member = segment_ids[None, :] == jnp.arange(segments, dtype=jnp.int32)[:, None]
     before = jnp.cumsum(member, axis=1, dtype=jnp.int32) - 1
     row = jnp.clip(segment_ids, 0, segments - 1)
@@ -163,13 +166,12 @@ def coefficients(
     Raises:
       InputError: as `correct`; and for a correction with state, which would be lost.
     """
-    chained = chain(correction)
-    if jax.tree.leaves(jax.eval_shape(chained.init, mask)):
+    arrays = {"log_ratio": log_ratio, "mask": mask, **extra}
+    applied, _, layout = _applied(chain(correction), None, arrays, segment_ids, segments)
+    if jax.tree.leaves(applied.state):
         raise InputError(
             "coefficients(...) forgets the state of this correction; use correct(..., state=...)"
         )
-    arrays = {"log_ratio": log_ratio, "mask": mask, **extra}
-    applied, _, layout = _applied(chained, None, arrays, segment_ids, segments)
     return applied.coefficients if layout is None else pack(applied.coefficients, layout)
 
 
@@ -200,10 +202,18 @@ def _applied(
     correction: Correction, state: Any, arrays: dict[str, Any], segment_ids, segments
 ) -> tuple[Applied, dict[str, Any], Layout | None]:
     """Also returns the arrays as [B, R], the mask as bool, and the layout of a packed batch."""
-    arrays = {name: x for name, x in arrays.items() if x is not None}
+    for name in ("log_ratio", "mask"):
+        if arrays[name] is None:
+            raise InputError(f"{name} is None; it must be an array [batch, tokens]")
+    # Of lists and of torch's tensors too.
+    arrays = {
+        name: jnp.asarray(x) if name in _ARRAYS else x
+        for name, x in arrays.items()
+        if x is not None
+    }
     layout = None
     if segment_ids is not None:
-        layout = layout_of(segment_ids, segments, arrays["mask"])
+        layout = layout_of(jnp.asarray(segment_ids), segments, arrays["mask"])
         arrays = {name: unpack(x, layout) for name, x in arrays.items()}
     check_shape("log_ratio", arrays["log_ratio"].shape, arrays["mask"].shape)
     arrays["mask"] = arrays["mask"].astype(bool)

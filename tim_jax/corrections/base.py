@@ -282,7 +282,7 @@ def is_masked_node(leaf: Any) -> bool:
 def take_extra(extra: dict[str, Any], name: str, what: str) -> Any:
     """Returns an extra argument of `update`. Raises `InputError` if it is missing."""
     if extra.get(name) is None:
-        raise InputError(f"{what} needs the extra argument {name!r} in update(...)")
+        raise InputError(f"{what} needs the extra argument {name!r}")
     return extra[name]
 
 
@@ -317,7 +317,7 @@ def checked_number(name: str, value: Any, holds: Callable[[float], bool], rule: 
     """Returns a `plain_number`. Refuses one that is known and does not hold; NaN never should."""
     number = known_number(value)
     if number is not None and not holds(number):
-        raise InputError(f"{name} is {value}; it must {rule}")
+        raise InputError(f"{name} is {shown(value)}; it must {rule}")
     return plain_number(value)
 
 

@@ -30,6 +30,7 @@ import numpy as np
 import optax
 
 from tim_jax.common.errors import InputError, check_choice
+from tim_jax.common.inputs import shown
 from tim_jax.corrections import ratios
 from tim_jax.corrections.base import (
     Block,
@@ -186,7 +187,7 @@ def mask_probability_difference(
         number = 0.0 if bound is None else known_number(bound)
         if number is not None and not good[0] <= number <= good[1]:
             raise InputError(
-                f"{name} is {bound}; as a bound on the probability difference it must lie in"
+                f"{name} is {shown(bound)}; as a bound on the probability difference it must lie in"
                 f" [{good[0]:g}, {good[1]:g}]"
             )
     lower, upper = plain_number(lower), plain_number(upper)
@@ -221,7 +222,9 @@ def checked_bounds(lower: Any, upper: Any) -> tuple[Any, Any]:
     low, high = (None if bound is None else known_number(bound) for bound in (lower, upper))
     for name, bound, number in (("lower", lower, low), ("upper", upper, high)):
         if number is not None and not number > 0.0:
-            raise InputError(f"the {name} bound is {bound}; a bound on the ratio must be above 0")
+            raise InputError(
+                f"the {name} bound is {shown(bound)}; a bound on the ratio must be a number above 0"
+            )
     if low is not None and high is not None and low > high:
         raise InputError(f"the lower bound is {lower}, above the upper one, which is {upper}")
     if low is not None and low > 1.0:
@@ -269,7 +272,7 @@ def _check_statistic_bounds(statistic, over, lower, upper) -> None:
         raise InputError("reject('error', over='sum') grows with length; use over='mean'")
     number = known_number(upper)
     if number is not None and not number >= least:
-        raise InputError(f"upper is {upper}; for {statistic!r} it must be {least:g} or more")
+        raise InputError(f"upper is {shown(upper)}; for {statistic!r} it must be {least:g} or more")
 
 
 def _inside(values: jax.Array, lower: Any, upper: Any) -> jax.Array:
