@@ -161,9 +161,9 @@ def test_a_misreporting_sampler_draws_as_the_exact_one(name):
 @pytest.mark.slow
 def test_hidden_tokens_and_lost_ends_are_those_of_the_exact_sampler():
     exact = dials.rollout()
-    tables = {"name": "pad_mask", "pad": 3}, {"name": "dropped_end", "replacement": 0}
+    tables = {"name": "pad_mask", "pad": 4}, {"name": "dropped_end", "replacement": 0}
     other = dials.rollout(dials.dial(*tables))
-    hidden = np.asarray(exact.mask & (exact.responses == 3))
+    hidden = np.asarray(exact.mask & (exact.responses == 4))
     np.testing.assert_array_equal(other.mask, np.asarray(exact.mask) & ~hidden)
     assert 0 < hidden.sum() < int(exact.lengths.sum()) - 20
     lost = np.argwhere(np.asarray(other.responses != exact.responses)).tolist()
@@ -360,6 +360,12 @@ CLASHES = [
         [{"name": "dropped_end", "replacement": 0}, {"name": "pad_mask", "pad": 0}],
         ["'pad_mask'", "contradicts 'dropped_end'"],
     ),
+    *(
+        (tables, ["'pad_mask'", "hides the end token 5", "puts 0 in its place"])
+        for tables in itertools.permutations(
+            ({"name": "dropped_end", "replacement": 0}, {"name": "pad_mask", "pad": 5})
+        )
+    ),
     (
         [{"name": "quantised_weights", "dtype": "int4", "group": 5}],
         ["group = 5 does not divide", "hidden_size 16"],
@@ -392,6 +398,9 @@ def test_entries_that_change_nothing_contradict_nothing():
     idle = [{"name": "split_kv", "programs": 0}, {"name": "attention_softmax", "dtype": "float32"}]
     for tables in ([FLASH, *idle], [*idle, FLASH]):
         mismatch.check(mismatch.build(tables), dials.EXECUTION)
+    for end in ({"replacement": 0, "share": 0.0}, {"share": 0.5}):
+        tables = {"name": "dropped_end", **end}, {"name": "pad_mask", "pad": 5}
+        mismatch.check(dials.dial(*tables), dials.EXECUTION)
 
 
 # As calibration leaves them, of float32 on one machine.

@@ -289,7 +289,7 @@ def _step(
 ) -> Step:
     started, built = before.started, before.started.programs
     run, rollout = built.training, arrays(built.training.execution, responses)
-    if run.learning.needs_greedy and greedy is None:
+    if run.learning.objective.needs_greedy and greedy is None:
         raise InputError(
             f"learn: the estimator {run.learning.objective.estimator!r} needs greedy_rewards, the"
             " reward of a greedy response to each prompt"

@@ -319,6 +319,11 @@ class Objective:
         return "energies" in needs(self.estimator)
 
     @property
+    def needs_greedy(self) -> bool:
+        """True if the advantages compare with the reward of a prompt's greedy response."""
+        return "greedy_rewards" in needs(self.estimator)
+
+    @property
     def counts_kept(self) -> bool:
         """True if rejected tokens change the other tokens' weights."""
         return counts_kept(self.aggregation, self.denominator)

@@ -220,7 +220,7 @@ def _of_sampler(where: "_Where", training: Training, devices: Devices) -> dict[s
     program = in_flight_program if mismatch.in_flight else sampling_program
     sample = program(drawing, **how)
     publish = publication(where.execution, dial.merging(mismatch, drawing), devices, own)
-    best = where.greedy(drawing, own) if training.learning.needs_greedy else None
+    best = where.greedy(drawing, own) if training.learning.objective.needs_greedy else None
     if mismatch.in_flight is not None:
         publish, best = _of_each(publish), best and _of_newest(best)
     played = None

@@ -96,7 +96,6 @@ class Settings:
         """
         objective, samples, prompts = self.objective, self.samples, self.prompts_per_step
         sequences, updates = prompts * samples, self.mini_batches * self.epochs
-        greedy = "greedy_rewards" in advantages.needs(objective.estimator)
         parts: Any = {"mini_batches": self.mini_batches, "micro_batch": self.micro_batch}
         if self.truncated:
             objective.check_whole_distribution()
@@ -120,7 +119,11 @@ class Settings:
         check_learner_rows(self.placement, sequences=sequences, **parts)
         where = self.sampler_placement
         check_sampler_rows(
-            where, prompts=prompts, sequences=sequences, slots=self.slots, greedy=greedy
+            where,
+            prompts=prompts,
+            sequences=sequences,
+            slots=self.slots,
+            greedy=objective.needs_greedy,
         )
 
     def _check_turns(self) -> None:
@@ -295,9 +298,8 @@ def check_turns(
     for field, value, only in (("max_staleness", max_staleness, 0), ("routing", routing, "own")):
         rule = f"must be {only!r} for episodes of several turns"
         _require(value == only, field, value, rule)
-    greedy = "greedy_rewards" in advantages.needs(objective.estimator)
     rule = "needs greedy responses, which there are not for episodes of several turns"
-    _require(not greedy, "estimator", objective.estimator, rule)
+    _require(not objective.needs_greedy, "estimator", objective.estimator, rule)
 
 
 def check_credit(credit: str, objective: Objective) -> None:
