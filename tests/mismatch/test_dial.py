@@ -112,6 +112,11 @@ def test_only_the_named_numerics_change(name):
     assert lines[0].startswith(name)
 
 
+def test_nothing_is_said_of_an_entry_without_strength():
+    dial = dials.dial({"name": "logit_noise"}, {"name": "dropped_end", "share": 0.0})
+    assert mismatch.describe(dial, dials.LEARNER) == []
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_only_entries_about_weights_change_the_weights(name):
     before, change = dials.weights(), dials.standard(name).weights
@@ -140,7 +145,16 @@ def test_compute_casts_what_prepare_casts():
     assert tiny.bits(dial.weights(dials.weights())) == tiny.bits(direct)
 
 
-def test_edits_of_the_weights_stay_in_their_order():
+def test_a_control_has_the_weights_of_the_sampler_that_it_controls():
+    """Whatever the order of the entries: a learner casts to its dtype before it edits."""
+    for tables in itertools.permutations((TO_BF16, {"name": "quantised_weights", "dtype": "int8"})):
+        dial = dials.dial(*tables)
+        control = replace(dials.EXECUTION, numerics=dial.numerics(dials.LEARNER), edits=dial.edits)
+        expected = jax.jit(control.prepare)(tiny.params(dials.CONFIG))
+        assert tiny.bits(jax.jit(dial.weights)(dials.weights())) == tiny.bits(expected)
+
+
+def test_edits_of_the_weights_stay_together():
     """An audit's program has all of them or none: the rest is done before."""
     quantised, compute = {"name": "quantised_weights", "dtype": "int8"}, TO_BF16
     for tables in itertools.permutations((quantised, compute, {"name": "raw_log_probs"})):

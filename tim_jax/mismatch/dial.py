@@ -86,8 +86,13 @@ class Mismatch:
 
     @property
     def edits(self) -> tuple[Entry, ...]:
-        """The entries that change the sampler's weights."""
-        return tuple(e for e in self.active if type(e).weights is not Entry.weights)
+        """The entries that change the sampler's weights, in the order in which they do.
+
+        Another dtype comes first, whatever the order of the entries: a learner that has it too
+        casts its weights before it edits them.
+        """
+        edits = [entry for entry in self.active if type(entry).weights is not Entry.weights]
+        return tuple(sorted(edits, key=lambda entry: not isinstance(entry, Compute)))
 
     def numerics(self, numerics: Numerics) -> Numerics:
         """The sampler's numerics, whatever the order of the entries."""
@@ -97,7 +102,7 @@ class Mismatch:
 
     def weights(self, weights: Weights) -> Weights:
         """The sampler's weights, of the learner's compute weights."""
-        for entry in self.active:
+        for entry in self.edits:
             weights = entry.weights(weights)
         return weights
 
@@ -227,8 +232,8 @@ def merging(mismatch: Mismatch, execution: Execution) -> Execution:
 
 
 def describe(mismatch: Mismatch, numerics: Numerics) -> list[str]:
-    """One line per entry, and the differences of the sampler's numerics from `numerics`."""
-    lines = [label(entry) for entry in mismatch.entries]
+    """One line per active entry, and the differences of the sampler's numerics from `numerics`."""
+    lines = [label(entry) for entry in mismatch.active]
     changed = difference(numerics, mismatch.numerics(numerics))
     return [*lines, *(f"numerics.{k}: {a} -> {b}" for k, (a, b) in changed.items())]
 
