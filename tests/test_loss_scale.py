@@ -382,3 +382,6 @@ sampler.both_sides = true
 sampler.mismatch = [{ name = "compute", dtype = "float16" }]
 """
     assert toml.build(tomllib.loads(both)).optimizer.loss_scale == LossScale(4.0)
+    out_of_it = both.replace("float16", dtype) + 'numerics.dtype = "float16"'
+    with pytest.raises(InputError, match=rf"loss_scale.*computes in '{dtype}'"):
+        toml.build(tomllib.loads(out_of_it))

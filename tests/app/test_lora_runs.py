@@ -2,6 +2,7 @@
 
 import tomllib
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ import tim_jax as tim
 from tim_jax.api.training import settle, start
 from tim_jax.app import cli
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import planning
+from tim_jax.app.jobs import models, planning
 from tim_jax.app.run import checkpoints, folders, sources
 from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.loggers import read_lines
@@ -23,6 +24,7 @@ from tim_jax.instruments.auditing import random_params
 from tim_jax.instruments.plan import budget
 from tim_jax.model import adapters, hf
 from tim_jax.model.adapters import Adapter, Lora
+from tim_jax.numerics import Numerics, Precision
 from tim_jax.rl import programs
 from tim_jax.tasks.text import character_tokenizer
 
@@ -136,6 +138,27 @@ def test_a_run_that_recorded_defaults_beside_its_adapter_goes_on(tmp_path, adapt
     with folders.open_run(tmp_path / "run", text) as run:
         assert run.changed == ()
     assert toml.load(tmp_path / "run").lora == config.lora
+
+
+def test_an_export_merges_as_the_runs_learner_did(tmp_path, monkeypatch):
+    """By the dial's rule, where the run is a control that has it on both sides."""
+    path = tmp_path / "config.toml"
+    path.write_text(tiny.RUN)
+    rule = 'sampler.mismatch=[{name="lora_merge", dtype="bfloat16"}]', "sampler.both_sides=true"
+    config = toml.load(path, [*PLAIN, *rule])
+    path.write_text(toml.dump(config))
+    model, written = sources.make_model(config), []
+    assert model.lora is not None
+    own = jax.tree.map(lambda x: x + np.float32(0.1), adapters.of(model.params))
+    params = {**model.params, adapters.ADAPTERS: own}
+    restored = Restored(step=1, state={"params": params}, extra={}, damaged=())
+    monkeypatch.setattr(folders, "read_params", lambda *_, **__: restored)
+    monkeypatch.setattr(sources, "write", lambda folder, params, *_, **__: written.append(params))
+    models.export(str(tmp_path), str(tmp_path / "out"))
+    numerics = Numerics(precision=Precision(lora="bfloat16"))
+    how = {"config": model.config, "lora": model.lora, "numerics": numerics}
+    expected = jax.jit(partial(adapters.merged, **how))(params)
+    assert tiny.bits(written[0]) == tiny.bits(expected)
 
 
 def test_the_estimate_of_memory_has_an_optimiser_for_the_adapters_alone():

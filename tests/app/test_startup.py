@@ -19,9 +19,10 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from tim_jax import mismatch
 from tim_jax.app import cli
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import planning, train
+from tim_jax.app.jobs import audit, planning, train
 from tim_jax.app.run import assembly, checkpoints, folders
 from tim_jax.common.errors import InputError, NonFiniteError
+from tim_jax.instruments.auditing import ablation
 from tim_jax.instruments.plan.workload import PUBLISHED
 from tim_jax.kernels import pallas
 from tim_jax.model import fitting
@@ -487,3 +488,21 @@ def test_xla_updates_bfloat16_in_place_before_and_after_it_learnt_to(version, to
     other = AbstractDevice("TPU v5 lite", 1, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=other)):
         assert assembly.fixed_numerics("tiles", "bfloat16", length=64).compiler_options == ()
+
+
+def test_a_dial_that_clashes_is_refused_before_the_machine_is_measured(tmp_path, monkeypatch):
+    """Of a run, of its evaluation, and of an audit of a run's folder or of a model."""
+    monkeypatch.setattr(fitting, "calibrate_once", pytest.fail)
+    path = tmp_path / "config.toml"
+    path.write_text(tiny.RUN)
+    dial = 'sampler.mismatch=[{name="native_kernels"}, {name="sum_order", lanes=8}]'
+    config = toml.load(path, ["exact=report", dial])
+    arms = ablation.alone_and_together(config.sampler.dial)
+    for refused in (
+        partial(train.assemble, config),
+        partial(train.assemble, config, training=False),
+        partial(audit.make_bench, str(tmp_path), prompts=3, samples=2, arms=arms),
+        partial(audit.make_bench, "qwen3", prompts=3, samples=2, arms=arms),
+    ):
+        with pytest.raises(InputError, match="'sum_order': contradicts 'native' kernels"):
+            refused()

@@ -112,6 +112,11 @@ def test_only_the_named_numerics_change(name):
     assert lines[0].startswith(name)
 
 
+def test_nothing_is_said_of_an_entry_without_strength():
+    dial = dials.dial({"name": "logit_noise"}, {"name": "dropped_end", "share": 0.0})
+    assert mismatch.describe(dial, dials.LEARNER) == []
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_only_entries_about_weights_change_the_weights(name):
     before, change = dials.weights(), dials.standard(name).weights
@@ -140,7 +145,16 @@ def test_compute_casts_what_prepare_casts():
     assert tiny.bits(dial.weights(dials.weights())) == tiny.bits(direct)
 
 
-def test_edits_of_the_weights_stay_in_their_order():
+def test_a_control_has_the_weights_of_the_sampler_that_it_controls():
+    """Whatever the order of the entries: a learner casts to its dtype before it edits."""
+    for tables in itertools.permutations((TO_BF16, {"name": "quantised_weights", "dtype": "int8"})):
+        dial = dials.dial(*tables)
+        control = replace(dials.EXECUTION, numerics=dial.numerics(dials.LEARNER), edits=dial.edits)
+        expected = jax.jit(control.prepare)(tiny.params(dials.CONFIG))
+        assert tiny.bits(jax.jit(dial.weights)(dials.weights())) == tiny.bits(expected)
+
+
+def test_edits_of_the_weights_stay_together():
     """An audit's program has all of them or none: the rest is done before."""
     quantised, compute = {"name": "quantised_weights", "dtype": "int8"}, TO_BF16
     for tables in itertools.permutations((quantised, compute, {"name": "raw_log_probs"})):
@@ -161,9 +175,9 @@ def test_a_misreporting_sampler_draws_as_the_exact_one(name):
 @pytest.mark.slow
 def test_hidden_tokens_and_lost_ends_are_those_of_the_exact_sampler():
     exact = dials.rollout()
-    tables = {"name": "pad_mask", "pad": 3}, {"name": "dropped_end", "replacement": 0}
+    tables = {"name": "pad_mask", "pad": 4}, {"name": "dropped_end", "replacement": 0}
     other = dials.rollout(dials.dial(*tables))
-    hidden = np.asarray(exact.mask & (exact.responses == 3))
+    hidden = np.asarray(exact.mask & (exact.responses == 4))
     np.testing.assert_array_equal(other.mask, np.asarray(exact.mask) & ~hidden)
     assert 0 < hidden.sum() < int(exact.lengths.sum()) - 20
     lost = np.argwhere(np.asarray(other.responses != exact.responses)).tolist()
@@ -360,6 +374,12 @@ CLASHES = [
         [{"name": "dropped_end", "replacement": 0}, {"name": "pad_mask", "pad": 0}],
         ["'pad_mask'", "contradicts 'dropped_end'"],
     ),
+    *(
+        (tables, ["'pad_mask'", "hides the end token 5", "puts 0 in its place"])
+        for tables in itertools.permutations(
+            ({"name": "dropped_end", "replacement": 0}, {"name": "pad_mask", "pad": 5})
+        )
+    ),
     (
         [{"name": "quantised_weights", "dtype": "int4", "group": 5}],
         ["group = 5 does not divide", "hidden_size 16"],
@@ -392,6 +412,9 @@ def test_entries_that_change_nothing_contradict_nothing():
     idle = [{"name": "split_kv", "programs": 0}, {"name": "attention_softmax", "dtype": "float32"}]
     for tables in ([FLASH, *idle], [*idle, FLASH]):
         mismatch.check(mismatch.build(tables), dials.EXECUTION)
+    for end in ({"replacement": 0, "share": 0.0}, {"share": 0.5}):
+        tables = {"name": "dropped_end", **end}, {"name": "pad_mask", "pad": 5}
+        mismatch.check(dials.dial(*tables), dials.EXECUTION)
 
 
 # As calibration leaves them, of float32 on one machine.

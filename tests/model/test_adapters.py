@@ -17,6 +17,7 @@ from tim_jax.common.errors import InputError
 from tim_jax.instruments import auditing
 from tim_jax.model import adapters, hf
 from tim_jax.model.adapters import Adapter, Lora
+from tim_jax.numerics import Precision
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import scoring
 from tim_jax.rl import loop, programs
@@ -125,6 +126,15 @@ def test_the_rule_is_a_float32_sum_rounded_once():
             adapters.whole(own, params), config=tiny.CONFIG, lora=LORA, numerics=tiny.NUMERICS
         )
         np.testing.assert_allclose(wide["layers"][row.name], whole, rtol=0, atol=1e-6)
+
+
+def test_merged_parameters_follow_a_rule_that_the_learner_has_by_the_dial():
+    """Else a model that was trained so would not compute what training did."""
+    numerics = replace(tiny.NUMERICS, precision=Precision(lora="bfloat16"))
+    what, params = execution(numerics=numerics), adapters.whole(drawn(), tiny.params())
+    merged = programs.merged_program(what)(params)
+    prepare = programs.weights_program(replace(what, lora=None))
+    assert tiny.bits(prepare(merged)) == tiny.bits(jax.jit(what.prepare)(params))
 
 
 @pytest.mark.parametrize("where", [Placement(fsdp=2), Placement(fsdp=2, tensor=2)], ids=str)

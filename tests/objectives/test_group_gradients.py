@@ -47,7 +47,7 @@ def gradient(learning: Learning) -> np.ndarray:
     params, policy = {"table": jnp.asarray(TRAINER)}, tabular.policy(learning)
     optimizer, rollout = keeping(0.0), tabular.rollout(SAMPLER)
     known = {"table": jnp.asarray(REFERENCE)} if learning.objective.has_reference else None
-    greedy = jnp.full(1, GREEDY) if learning.needs_greedy else None
+    greedy = jnp.full(1, GREEDY) if learning.objective.needs_greedy else None
 
     def of_pair(rows):
         first = TrainState(

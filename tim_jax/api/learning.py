@@ -287,7 +287,7 @@ def _step(
 ) -> Step:
     started, built = before.started, before.started.programs
     run, rollout = built.training, lay_out(responses, built.training.execution)
-    if run.learning.needs_greedy and greedy is None:
+    if run.learning.objective.needs_greedy and greedy is None:
         raise InputError(
             f"learn: the estimator {run.learning.objective.estimator!r} needs greedy_rewards, the"
             " reward of a greedy response to each prompt"

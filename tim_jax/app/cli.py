@@ -365,11 +365,11 @@ def _ablate(arguments: argparse.Namespace) -> int:
     for name, value in _given(arguments, "quick", "family", "interpret", "several_tiles").items():
         if value:
             raise InputError(f"--{name.replace('_', '-')} does not go with --sampler")
-    dial = toml.read_dial(arguments.sampler)
+    arms = ablation.alone_and_together(toml.read_dial(arguments.sampler))
     sizes = {"prompts": arguments.prompts or 32, "samples": arguments.samples or 8}
     with planning.explaining_memory(lambda: {"": ("--prompts", "--samples", "--dtype bfloat16")}):
-        bench = audit.make_bench(arguments.model, **sizes, dtype=arguments.dtype)
-        result = audit.report(bench, ablation.alone_and_together(dial))
+        bench = audit.make_bench(arguments.model, **sizes, dtype=arguments.dtype, arms=arms)
+        result = audit.report(bench, arms)
     _write(arguments.json, result.json)
     _write(arguments.markdown, result.markdown)
     if arguments.chart is not None and not result.differs:

@@ -86,18 +86,23 @@ class Mismatch:
 
     @property
     def edits(self) -> tuple[Entry, ...]:
-        """The entries that change the sampler's weights."""
-        return tuple(e for e in self.active if type(e).weights is not Entry.weights)
+        """The entries that change the sampler's weights, in the order in which they do.
+
+        Another dtype comes first, whatever the order of the entries: a learner that has it too
+        casts its weights before it edits them.
+        """
+        edits = [entry for entry in self.active if type(entry).weights is not Entry.weights]
+        return tuple(sorted(edits, key=lambda entry: not isinstance(entry, Compute)))
 
     def numerics(self, numerics: Numerics) -> Numerics:
         """The sampler's numerics, whatever the order of the entries."""
-        for entry in sorted(self.active, key=_turn):
+        for entry in _in_order_of_editing(self.active):
             numerics = entry.numerics(numerics)
         return numerics
 
     def weights(self, weights: Weights) -> Weights:
         """The sampler's weights, of the learner's compute weights."""
-        for entry in self.active:
+        for entry in self.edits:
             weights = entry.weights(weights)
         return weights
 
@@ -105,12 +110,16 @@ class Mismatch:
 EXACT = Mismatch()
 
 
-def _turn(entry: Entry) -> int:
-    """When an entry edits the numerics: kernels first, which may take what the learner's cannot.
+def _in_order_of_editing(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries in the order in which they edit the numerics, whatever theirs is.
 
-    Another dtype comes last, as it ends what was measured but not the tiles of another entry.
+    Kernels come first, since they may take what the learner's cannot. Another dtype comes last: it
+    ends what was measured, but not the tiles of another entry.
     """
-    return isinstance(entry, Compute) - isinstance(entry, NativeKernels)
+    kernels = [entry for entry in entries if isinstance(entry, NativeKernels)]
+    dtypes = [entry for entry in entries if isinstance(entry, Compute)]
+    others = [entry for entry in entries if not isinstance(entry, NativeKernels | Compute)]
+    return [*kernels, *others, *dtypes]
 
 
 def check(mismatch: Mismatch, execution: Execution) -> None:
@@ -121,7 +130,7 @@ def check(mismatch: Mismatch, execution: Execution) -> None:
     """
     names, setters = set(), {}
     reporter, numerics = None, execution.numerics
-    for entry in sorted(mismatch.entries, key=_turn):
+    for entry in _in_order_of_editing(mismatch.entries):
         mark = entry.name, getattr(entry, "seed", None) if entry.repeatable else None
         if mark in names:
             same = " with one seed, and would be the same noise; give each a seed of its own"
@@ -141,7 +150,7 @@ def check(mismatch: Mismatch, execution: Execution) -> None:
     # By what the sampler has in the end. Of two that clash, the later one is named.
     for entry in reversed(mismatch.entries):
         entry.check(replace(execution, numerics=numerics))
-    _check_together(mismatch, numerics)
+    _check_together(mismatch, numerics, stop_tokens=execution.sampling.stop_tokens)
     # With the kernels that the sampler has in the end, which may lack a dtype.
     kernels = Mismatch(tuple(e for e in mismatch.active if isinstance(e, NativeKernels)))
     for entry in mismatch.active:
@@ -167,7 +176,7 @@ def without_replaced_ends(
     return replace(rollout, lengths=np.where(replaced, lengths - 1, lengths))
 
 
-def _check_together(mismatch: Mismatch, numerics: Numerics) -> None:
+def _check_together(mismatch: Mismatch, numerics: Numerics, *, stop_tokens: Sequence[int]) -> None:
     if numerics.family != "tiles":
         for entry in mismatch.entries:
             if entry.name in ("tile_sizes", "sum_order"):
@@ -180,10 +189,19 @@ def _check_together(mismatch: Mismatch, numerics: Numerics) -> None:
             f"mismatch 'lora_merge': contradicts {aged[0].name!r}, which keeps weights that are"
             " merged already"
         )
-    ends = [entry for entry in mismatch.entries if isinstance(entry, DroppedEnd)]
-    pads = [entry for entry in mismatch.entries if isinstance(entry, PadMask)]
-    if ends and pads and ends[0].replacement == pads[0].pad:
+    ends = [entry for entry in mismatch.active if isinstance(entry, DroppedEnd)]
+    pads = [entry for entry in mismatch.active if isinstance(entry, PadMask)]
+    if not ends or not pads or ends[0].replacement is None:
+        return
+    pad = pads[0].pad
+    if pad == ends[0].replacement:
         raise pads[0].refuse("contradicts 'dropped_end': it hides the very token that is put there")
+    if pad in stop_tokens:
+        raise pads[0].refuse(
+            f"contradicts 'dropped_end': one hides the end token {pad}, the other puts"
+            f" {ends[0].replacement} in its place; leave out one of them, or dropped_end's"
+            " replacement"
+        )
 
 
 def _aged(mismatch: Mismatch) -> list[StaleWeights]:
@@ -214,8 +232,8 @@ def merging(mismatch: Mismatch, execution: Execution) -> Execution:
 
 
 def describe(mismatch: Mismatch, numerics: Numerics) -> list[str]:
-    """One line per entry, and the differences of the sampler's numerics from `numerics`."""
-    lines = [label(entry) for entry in mismatch.entries]
+    """One line per active entry, and the differences of the sampler's numerics from `numerics`."""
+    lines = [label(entry) for entry in mismatch.active]
     changed = difference(numerics, mismatch.numerics(numerics))
     return [*lines, *(f"numerics.{k}: {a} -> {b}" for k, (a, b) in changed.items())]
 

@@ -47,7 +47,7 @@ from tim_jax.model.files import (
 )
 from tim_jax.model.parameters import join
 from tim_jax.model.weights import TABLE, Joined, Params, Weight
-from tim_jax.numerics import EXACT_F32, Numerics, strict
+from tim_jax.numerics import Numerics, strict
 
 
 def _module(weight: Weight) -> str:
@@ -244,9 +244,7 @@ def fingerprint(base: Params) -> int:
     return crc
 
 
-def merged(
-    params: Params, *, config: ModelConfig, lora: Lora, numerics: Numerics = EXACT_F32
-) -> Params:
+def merged(params: Params, *, config: ModelConfig, lora: Lora, numerics: Numerics) -> Params:
     """Parameters without adapters, these merged by the rule, matrices in the compute dtype.
 
     One layer of a matrix at a time, so that no float32 copy of the model exists.

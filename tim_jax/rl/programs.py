@@ -17,6 +17,7 @@ from tim_jax.mismatch import dial
 from tim_jax.model import adapters, parameters
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, jit, lean
 from tim_jax.model.weights import param_axes, weight_axes
+from tim_jax.numerics import Numerics, Precision
 from tim_jax.placement import Devices
 from tim_jax.rl import episodes, learner, sharded
 from tim_jax.rl.training import Training
@@ -219,7 +220,7 @@ def _of_sampler(where: "_Where", training: Training, devices: Devices) -> dict[s
     program = in_flight_program if mismatch.in_flight else sampling_program
     sample = program(drawing, **how)
     publish = publication(where.execution, dial.merging(mismatch, drawing), devices, own)
-    best = where.greedy(drawing, own) if training.learning.needs_greedy else None
+    best = where.greedy(drawing, own) if training.learning.objective.needs_greedy else None
     if mismatch.in_flight is not None:
         publish, best = _of_each(publish), best and _of_newest(best)
     played = None
@@ -349,7 +350,9 @@ def merged_program(execution: Execution, devices: Devices | None = None) -> Call
     `prepare` makes the same bits of both.
     """
     assert execution.lora is not None
-    merge = partial(adapters.merged, config=execution.config, lora=execution.lora)
+    rule = Precision(lora=execution.numerics.precision.lora)
+    wide = Numerics(precision=rule)
+    merge = partial(adapters.merged, config=execution.config, lora=execution.lora, numerics=wide)
     target = _Where.of(replace(execution, lora=None), devices).params
     program = jit(merge, execution.numerics, out_shardings=target)
     return _spreading(program, _Where.of(execution, devices).params)

@@ -174,7 +174,7 @@ class Training:
         learning, drawing = self.learning, self.drawing.placement
         rows = self.mini_batches * (learning.micro_batch or self.execution.placement.shards)
         prompts = rows // gcd(rows, learning.samples)
-        greedy = learning.needs_greedy
+        greedy = learning.objective.needs_greedy
         drawn = drawing.shards if greedy else drawing.prompts_multiple(learning.samples)
         return lcm(prompts, drawn)
 

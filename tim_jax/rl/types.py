@@ -23,7 +23,7 @@ from tim_jax.corrections import Correction, Mode
 from tim_jax.model.execution import Routing
 from tim_jax.model.weights import Params
 from tim_jax.numerics.strict import count, tree_sum, unequal_bits
-from tim_jax.objectives import Objective, advantages
+from tim_jax.objectives import Objective
 from tim_jax.rl import rules
 from tim_jax.rl.rules import Credit
 
@@ -179,11 +179,6 @@ class Learning:
     def needs_forward(self) -> bool:
         """True if a step needs the trainer's log-probs at the weights that sampled."""
         return self.mode == "recompute" or self.objective.needs_energy
-
-    @property
-    def needs_greedy(self) -> bool:
-        """True if the advantages compare with the reward of a prompt's greedy response."""
-        return "greedy_rewards" in advantages.needs(self.objective.estimator)
 
     @property
     def needs_whole_update(self) -> bool:

@@ -700,8 +700,8 @@ def test_what_the_learner_is_told():
     assert (learning.noise_scale, learning.mode, learning.micro_batch) == (True, "recompute", 8)
     assert config.learner.refills == 3
     remax = build({"learner": {"objective": {"estimator": "remax"}}, **{"placement": {"data": 8}}})
-    assert assembly.make_learning(remax).needs_greedy
-    assert not learning.needs_greedy
+    assert assembly.make_learning(remax).objective.needs_greedy
+    assert not learning.objective.needs_greedy
 
 
 # What may be combined

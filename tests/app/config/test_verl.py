@@ -126,7 +126,7 @@ def our_step(found):
         state.carried,
         ROLLOUT,
         jnp.asarray(REWARDS),
-        jnp.asarray(GREEDY) if learning.needs_greedy else None,
+        jnp.asarray(GREEDY) if learning.objective.needs_greedy else None,
         score=policy.score,
         learning=learning,
     )

@@ -445,12 +445,12 @@ class RunConfig(Section):
     def _check_optimizer(self) -> None:
         own, sampler, dtype = self.optimizer, self.sampler, self.numerics.dtype
         shared = sampler.mismatch if sampler.both_sides else ()
-        halves = any(e.get("name") == "compute" and e.get("dtype") == "float16" for e in shared)
-        if own.loss_scale is not None and dtype != "float16" and not halves:
+        learner = next((e.get("dtype") for e in shared if e.get("name") == "compute"), dtype)
+        if own.loss_scale is not None and learner != "float16":
             raise self._refusal(
                 "optimizer.loss_scale.initial",
-                f"is for a learner in float16, and numerics.dtype is {dtype!r}, whose gradients"
-                " need no scale; leave optimizer.loss_scale out",
+                f"is for a learner in float16, and this one computes in {learner!r}, whose"
+                " gradients need no scale; leave optimizer.loss_scale out",
             )
         if own.schedule == "constant":
             for key in ("optimizer.total_steps", "optimizer.final_share"):

@@ -193,20 +193,28 @@ class Bench:
     seed: int = 0
 
 
-def make_bench(source: str, *, prompts: int, samples: int, dtype: str | None = None) -> Bench:
+def make_bench(
+    source: str,
+    *,
+    prompts: int,
+    samples: int,
+    dtype: str | None = None,
+    arms: Sequence[ablation.Arm] = (),
+) -> Bench:
     """The bench of a run folder, model or preset.
 
     A run folder comes with its task's prompts, held-out ones if it has some, its sampling and
     numerics and its checkpoints; for others, prompts are random and the temperature is 1.
 
     Raises:
-      InputError: there is no such model, or the sequences are too many or none.
+      InputError: there is no such model, the sequences are too many or none, or one of the `arms`
+        cannot be run on it. The machine is measured after that.
     """
     for name, value in (("prompts", prompts), ("samples", samples)):
         if value < 1:
             raise InputError(f"--{name} must be at least 1, got {value}")
     if (Path(source) / "config.toml").is_file():
-        return _make_bench_of_run(source, prompts=prompts, samples=samples, dtype=dtype)
+        return _make_bench_of_run(source, prompts=prompts, samples=samples, dtype=dtype, arms=arms)
     config, params = named_model(source, dtype)
     dtype = dtype or "float32"
     sizes = replace(Sizes.fitting(config), prompts=prompts, samples=samples)
@@ -214,6 +222,7 @@ def make_bench(source: str, *, prompts: int, samples: int, dtype: str | None = N
     _check_tokens(prompts, samples, length)
     numerics = assembly.fitted_numerics("auto", dtype, config, length=length)
     execution = Execution(config, numerics, auditing.plain_sampling(config, sizes))
+    ablation.check(arms, execution, older=False, remade=True)
     planning.check_sampling(
         execution,
         prompts=prompts,
@@ -235,13 +244,18 @@ def _check_tokens(prompts: int, samples: int, length: int) -> None:
         )
 
 
-def _make_bench_of_run(source: str, *, prompts: int, samples: int, dtype: str | None) -> Bench:
+def _make_bench_of_run(
+    source: str, *, prompts: int, samples: int, dtype: str | None, arms: Sequence[ablation.Arm]
+) -> Bench:
     changes = [f"numerics.dtype={dtype}"] if dtype else []
     config = toml.load(Path(source) / "config.toml", changes)
     sampling = config.sampling
     _check_tokens(prompts, samples, sampling.max_prompt_length + sampling.longest)
     model = sources.make_model(config)
-    execution = assembly.make_execution(assembly.on_one_device(config), model)
+    alone = assembly.on_one_device(config)
+    unmeasured = assembly.make_execution(alone, model, devices=tuple(jax.devices()))
+    ablation.check(arms, unmeasured, older=True, remade=True)
+    execution = assembly.make_execution(alone, model)
     task = sources.make_task(config)
     try:
         # A run that holds nothing out is measured on what it trains on.

@@ -111,7 +111,9 @@ def export(
         adapters.save(folder, alone, model.config, base=config.model.path)
         return restored.step
     if model.lora is not None:
-        execution = Execution(model.config, Numerics(), lora=model.lora)
+        # A control may merge by another rule, that of its learner.
+        numerics = config.sampler.shared_dial.numerics(Numerics())
+        execution = Execution(model.config, numerics, lora=model.lora)
         params = programs.merged_program(execution)(params)
     sources.write(folder, jax.device_get(params), model, stops, dtype=dtype or "float32")
     return restored.step

@@ -73,6 +73,10 @@ def assemble(config: RunConfig, *, measured: Path | None = None, training: bool 
         check_prompts(task, text, training=training)
         if training and config.warmup.steps:
             _check_warm_start(config, task, text)
+        # Before the machine is measured, which may take minutes.
+        unmeasured = assembly.make_execution(config, model, devices=tuple(jax.devices()))
+        planned = assembly.make_training(config, unmeasured)
+        mismatch.check(planned.sampler.mismatch, planned.drawing)
         execution = assembly.make_execution(config, model, measured=measured)
         model = sources.with_params(model, config)
         environment = _environment(config, execution, task, text)

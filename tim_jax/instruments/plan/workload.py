@@ -406,7 +406,7 @@ class _Laid:
         reference = weights if self.workload.has_reference else None
         rewards = _shape((self.workload.sequences,), jnp.float32)
         given = [self._rollout, rewards]
-        if self.workload.learning.needs_greedy:
+        if self.workload.learning.objective.needs_greedy:
             given.append(_shape((self.workload.training.prompts_per_step,), jnp.float32))
         return weights, reference, self.state.carried, *self.whole(tuple(given))
 
