@@ -241,7 +241,7 @@ def _check_tokens(prompts: int, samples: int, length: int) -> None:
 
 def _of_run(source: str, *, prompts: int, samples: int, dtype: str | None) -> Bench:
     changes = [f"numerics.dtype={dtype}"] if dtype else []
-    config = toml.load(Path(source) / "config.toml", changes)
+    config = toml.load(source, changes)
     sampling = config.sampling
     _check_tokens(prompts, samples, sampling.max_prompt_length + sampling.longest)
     model = sources.make_model(config)
