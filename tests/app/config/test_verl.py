@@ -700,7 +700,7 @@ def test_the_command_prints_toml_that_loads(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", r"verl.yaml: not YAML: while parsing .* at line 1, column 4 expected .* at line"),
+        ("a: [", r"verl.yaml: not YAML: while parsing .* at line 1, column 5"),
         ("[1, 2]", "must be a mapping"),
         ("x: {}", "has none of the sections"),
         ("algorithm: {x: 1}\nactor: {}\nalgorithm: {x: 2}", "'algorithm' stands there twice"),
