@@ -285,6 +285,10 @@ REFUSED = [
     ("sampling.stop_tokens=[-1]", "sampling.stop_tokens[0] = -1: must be 0 or more"),
     # keys that nothing would read
     (
+        "sampler.both_sides=true",
+        "sampler.both_sides = true: is for entries of sampler.mismatch; set that too",
+    ),
+    (
         "task={kind='builtin', history='keep'}",
         'task.history = "keep": is for episodes of several turns; set sampling.max_turns too',
     ),

@@ -22,7 +22,8 @@ import tiny
 from several import lines_in, wait_until
 
 from tim_jax.app.config import toml
-from tim_jax.app.run import checkpoints, folders
+from tim_jax.app.jobs import audit
+from tim_jax.app.run import checkpoints, folders, sources
 from tim_jax.app.run.checkpoints import Checkpoints, list_steps, restore
 from tim_jax.app.run.loggers import read_lines
 from tim_jax.common.errors import InputError
@@ -97,13 +98,18 @@ def train(folder, *, stop, every=2, keep=2, pause=0.0, opened=lambda: None):
     return state
 
 
-def test_a_run_that_recorded_unread_keys_goes_on(tmp_path):
+def test_a_run_that_recorded_unread_keys_goes_on(tmp_path, monkeypatch):
     """Older versions took the end of a constant rate, and an environment's, and ignored them."""
+
+    def read(config):
+        raise InputError("the config was read")
+
     text = before = toml.dump(toml.load(None))
     for now, then in {
         "final_share = 0.0": "final_share = 0.1\ntotal_steps = 100",
         'history = "refuse"': 'history = "keep"',
         "environment_workers = 4": "environment_workers = 2",
+        "both_sides = false": "both_sides = true",
     }.items():
         assert now in before
         before = before.replace(now, then)
@@ -112,6 +118,10 @@ def test_a_run_that_recorded_unread_keys_goes_on(tmp_path):
     with folders.open_run(tmp_path / "run", text) as run:
         assert run.changed == ()
     assert toml.load(tmp_path / "run").optimizer.final_share == 0.0
+    (tmp_path / "run" / "config.toml").write_text(before)
+    monkeypatch.setattr(sources, "make_model", read)
+    with pytest.raises(InputError, match=r"^the config was read"):
+        audit.make_bench(str(tmp_path / "run"), prompts=1, samples=1, dtype=None)
 
 
 @pytest.mark.parametrize("before", ["new", "there", "begun", "saved"])

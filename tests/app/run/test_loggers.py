@@ -303,6 +303,11 @@ class Client:
     def __init__(self, uri):
         self.said.append(uri)
 
+    def get_metric_history(self, run, key):
+        batches = [call[2].get("metrics", ()) for call in self.said if call]
+        points = [point for batch in batches for point in batch if point[0] == key]
+        return [SimpleNamespace(step=step) for *_, step in points]
+
     def __getattr__(self, name):
         def answer(*args, **named):
             self.said.append((name, args, named))
@@ -322,21 +327,36 @@ def fake_mlflow(monkeypatch):
 
 @pytest.mark.usefixtures("fake_mlflow")
 def test_mlflow_is_given_parameters_and_metrics_and_resumes(tmp_path):
+    """The second time from step 3, so that step 4 is done again."""
     config = {"seed": 1, "learner": {"mode": "bypass"}}
-    for _ in range(2):
+    for steps in ([4], [4, 5]):
         sink = MLflow(tmp_path, project="p", name="n", config=config, uri="")
-        sink.write(4, {"reward": np.float32(0.5), "pass@1": 1.0, "note": "x"})
+        for step in steps:
+            sink.write(step, {"reward": np.float32(0.5), "pass@1": 1.0, "note": "x"})
         sink.close()
     calls = [call for call in Client.said if call]
     names = [name for name, *_ in calls]
     assert names.count("create_run") == names.count("update_run") == 1
     batches = [named for name, _, named in calls if name == "log_batch"]
     assert batches[0]["params"] == [("seed", "1"), ("learner.mode", "bypass")]
-    points = batches[1]["metrics"]
+    points = [point for batch in batches[1:] for point in batch["metrics"]]
     assert [(name, value, step) for name, value, _, step in points] == [
         ("reward", 0.5, 4),
         ("pass_at_1", 1.0, 4),
+        ("reward", 0.5, 5),
+        ("pass_at_1", 1.0, 5),
     ]
+
+
+@pytest.mark.usefixtures("fake_mlflow")
+def test_an_mlflow_run_that_was_deleted_is_named_by_its_file(tmp_path, monkeypatch):
+    def refuse(*_, **named):
+        raise OSError("the run r1 must be in the 'active' state")
+
+    (tmp_path / "mlflow_id").write_text("r1\n")
+    monkeypatch.setattr(Client, "update_run", refuse, raising=False)
+    with pytest.raises(InputError, match=r"'active' state \(.*mlflow_id names its run; without"):
+        MLflow(tmp_path, project="p", name="n", config={}, uri="")
 
 
 @pytest.mark.usefixtures("fake_mlflow")

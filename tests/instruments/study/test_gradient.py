@@ -179,6 +179,12 @@ def test_a_projected_gradient_in_small_batches_is_that_of_the_whole(policy, exac
     np.testing.assert_allclose(found @ found.T, expected @ expected.T, rtol=1e-3, atol=1e-4)
 
 
+def test_a_batch_that_cannot_be_kept_is_one_line(tmp_path):
+    (tmp_path / "batches").touch()
+    with pytest.raises(InputError, match=r"cannot write .*batches/1\.npz: File exists"):
+        gradient._write(tmp_path / "batches" / "1.npz", ({"tis": np.ones(2)},))
+
+
 def test_a_source_that_the_model_cannot_have_is_refused_before_training(policy):
     ranks = [{"name": "tensor_parallel", "ranks": 3, "exchange": "compute"}]
     one = study(source={"ranks": {"mismatch": ranks}})

@@ -32,6 +32,7 @@ from tim_jax.instruments.study.report import (
     holm,
     least_p,
     outcome,
+    surge_step,
     too_few_seeds,
     verdicts,
 )
@@ -238,6 +239,17 @@ def test_the_table_has_a_row_for_every_step_seed_and_arm(file):
     assert alone["arm"].tolist() == ["seed-3"] * 3
     with pytest.raises(InputError, match="neither a study"):
         study.load(file.parent)
+
+
+def test_a_run_that_recorded_unread_keys_is_reported(tmp_path):
+    """As older versions did; see test_folders.py."""
+    text = toml.dump(toml.load(None))
+    assert "final_share = 0.0" in text
+    (tmp_path / "config.toml").write_text(text.replace("final_share = 0.0", "final_share = 0.1"))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "response_length": 3, "surge_step": 1}\n')
+    [run] = running.read_runs(tmp_path)
+    assert run.note == "unfinished: 1 of 100 steps"
+    assert surge_step(run) == 1
 
 
 def test_the_example_of_the_guide_runs(file, monkeypatch, capsys):

@@ -239,6 +239,8 @@ class SamplerSection(Section):
         for index, entry in enumerate(self.mismatch):
             with refused(f"mismatch[{index}]", entry):
                 tim_jax.mismatch.build([entry])
+        if self.both_sides and not self.mismatch:
+            raise refusal("both_sides", True, "is for entries of sampler.mismatch; set that too")
         if self.both_sides:
             with refused("both_sides", True):
                 self.dial.check_shared()

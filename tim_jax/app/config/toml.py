@@ -94,8 +94,8 @@ def _read_run(path: str | Path) -> dict[str, Any]:
 def drop_unread(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a run's config without keys that older versions took and ignored.
 
-    They are those of a schedule beside a constant rate, of an environment without one, and of
-    episodes without turns. A config of today that has them is refused.
+    They are those of a schedule beside a constant rate, of an environment without one, of episodes
+    without turns, and of both sides without entries. A config of today that has them is refused.
     """
     optimizer = dict(saved.get("optimizer", {}))
     if optimizer.get("schedule", "constant") == "constant":
@@ -107,7 +107,10 @@ def drop_unread(saved: Mapping[str, Any]) -> dict[str, Any]:
     task = {key: value for key, value in saved.get("task", {}).items() if key not in unread}
     if "environment" not in task:
         task = {key: value for key, value in task.items() if not key.startswith("environment_")}
-    new = {"optimizer": optimizer, "task": task}
+    sampler = dict(saved.get("sampler", {}))
+    if not sampler.get("mismatch"):
+        sampler.pop("both_sides", None)
+    new = {"optimizer": optimizer, "task": task, "sampler": sampler}
     return {**saved, **{name: section for name, section in new.items() if name in saved}}
 
 

@@ -87,7 +87,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except (yaml.YAMLError, RecursionError) as error:
-        raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split()).replace('in "<unicode string>",', "at")
+        raise InputError(f"{path}: not YAML: {reason}") from error
     if not isinstance(data, dict):
         raise InputError(f"{path}: must be a mapping of sections, such as algorithm")
     return data

@@ -248,7 +248,7 @@ def _make_bench_of_run(
     source: str, *, prompts: int, samples: int, dtype: str | None, arms: Sequence[ablation.Arm]
 ) -> Bench:
     changes = [f"numerics.dtype={dtype}"] if dtype else []
-    config = toml.load(Path(source) / "config.toml", changes)
+    config = toml.load(source, changes)
     sampling = config.sampling
     _check_tokens(prompts, samples, sampling.max_prompt_length + sampling.longest)
     model = sources.make_model(config)

@@ -258,18 +258,19 @@ def open_run(
             it; it cannot be written; of several processes, one does not see it.
     """
     folder, opened = Path(folder), []
+    new = not folder.exists()
     if jax.process_count() > 1:
-        _check_shared(folder)
+        _check_shared(folder, new=new)
 
     def lock_and_open() -> bool:
-        opened.append(_open_locked(folder, config, tuple(may_change), keep=keep))
+        opened.append(_open_locked(folder, config, tuple(may_change), keep=keep, new=new))
         return opened[0].resumed
 
     resumed = placement.led(lock_and_open)
     return opened[0] if opened else Run(folder, lock=None, keep=keep, resumed=resumed)
 
 
-def _check_shared(folder: Path) -> None:
+def _check_shared(folder: Path, *, new: bool) -> None:
     """Refuses a folder that other processes do not have as process 0 has it.
 
     Else all would wait for each other's parts of the first checkpoint, and then fail. The file that
@@ -293,6 +294,9 @@ def _check_shared(folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
     blind = next((number for number, where in enumerate(seen) if where), None)
     if blind is not None:
+        if new and placement.leads():
+            with suppress(OSError):
+                folder.rmdir()
         raise InputError(
             f"run.folder = {str(folder)!r}: process {blind} does not see in {seen[blind]} what"
             f" process 0 wrote to {of_leader}; it must be on a file system that all processes share"
@@ -313,8 +317,9 @@ def _wait_for(path: Path) -> bool:
     return True
 
 
-def _open_locked(folder: Path, config: str, may_change: tuple[str, ...], *, keep: int) -> Run:
-    new = not folder.exists()
+def _open_locked(
+    folder: Path, config: str, may_change: tuple[str, ...], *, keep: int, new: bool
+) -> Run:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_links(folder)

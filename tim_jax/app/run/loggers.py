@@ -327,6 +327,8 @@ class MLflow:
     """Scalars, and the config as parameters, to MLflow: files, or a server of one's own.
 
     The run's id is kept in `folder`/mlflow_id, so that a resumed run continues the same MLflow run.
+    Steps that this has already are left out, as MLflow would keep both: they are the same to the
+    bit.
 
     Args:
         uri: of the server, or `sqlite:///FILE`; "" for what MLFLOW_TRACKING_URI says.
@@ -344,13 +346,16 @@ class MLflow:
         except ImportError as error:
             raise InputError(_missing("mlflow", "mlflow")) from error
         self._metric, self._refused = Metric, MlflowException
+        self._last: int | None = -1  # step that it has; None: not yet asked for
         path = Path(folder) / "mlflow_id"
         with self._told():
             self._client = MlflowClient(uri or None)
-            if stored := _stored(path):
-                self._run = stored
-                self._client.update_run(self._run, status="RUNNING")
-                return
+        if stored := _stored(path):
+            with self._told(f" ({path} names its run; without this file a new one is begun)"):
+                self._client.update_run(stored, status="RUNNING")
+            self._run, self._last = stored, None
+            return
+        with self._told():
             found = self._client.get_experiment_by_name(project)
             where = found.experiment_id if found else self._client.create_experiment(project)
             self._run = self._client.create_run(where, run_name=name).info.run_id
@@ -360,9 +365,15 @@ class MLflow:
             path.write_text(self._run + "\n")
 
     def write(self, step: int, values: Values) -> None:
-        now, numbers = int(1000 * time.time()), scalars(values).items()
-        points = [self._metric(_without_at(name), value, now, step) for name, value in numbers]
+        now = int(1000 * time.time())
+        numbers = {_without_at(name): value for name, value in scalars(values).items()}
+        points = [self._metric(name, value, now, step) for name, value in numbers.items()]
         with self._told():
+            if self._last is None and numbers:
+                known = self._client.get_metric_history(self._run, next(iter(numbers)))
+                self._last = max((point.step for point in known), default=-1)
+            if self._last is not None and step <= self._last:
+                return
             for start in range(0, len(points), 1000):
                 self._client.log_batch(self._run, metrics=points[start : start + 1000])
 
@@ -371,11 +382,11 @@ class MLflow:
             self._client.set_terminated(self._run, outcome.upper())
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _told(self, hint: str = "") -> Iterator[None]:
         try:
             yield
         except (self._refused, OSError) as error:
-            raise InputError(f"MLflow: {' '.join(str(error).split())[:300]}") from error
+            raise InputError(f"MLflow: {' '.join(str(error).split())[:300]}{hint}") from error
 
 
 @dataclass(frozen=True)

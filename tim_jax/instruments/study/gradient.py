@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tim_jax import metrics
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, writing
 from tim_jax.common.types import Prompts, Rollout, make_key
 from tim_jax.mismatch import Mismatch
 from tim_jax.model import adapters, transformer
@@ -189,9 +189,10 @@ class Measuring:
 
 
 def _write(file: Path, row: tuple[dict, ...]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
     flat = {f"{part} {name}": x for part, each in enumerate(row) for name, x in each.items()}
-    write_arrays(file, flat)
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_arrays(file, flat)
 
 
 def _read(file: Path) -> tuple[dict, dict, dict]:

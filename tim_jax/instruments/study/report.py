@@ -375,7 +375,7 @@ def surge_step(run: RunLines) -> int:
     lengths = values(run.lines, "response_length").astype(np.float32)
     if not len(lengths):
         return 0
-    config = toml.load(run.folder / "config.toml")
+    config = toml.load(run.folder)
     logged = values(run.lines, "surge_step")  # in updates
     if len(logged):
         return math.ceil(logged[-1] / config.updates_per_step)

@@ -313,11 +313,11 @@ def read_runs(folder: Path) -> list[RunLines]:
 
 def _read(run: RunLines) -> RunLines:
     """The run with its lines. One that cannot be read has none, and a note that says why."""
-    config_file, path = run.folder / "config.toml", run.folder / "metrics.jsonl"
-    if not config_file.is_file():
+    path = run.folder / "metrics.jsonl"
+    if not (run.folder / "config.toml").is_file():
         return run._replace(note="not begun")
     try:
-        config = toml.load(config_file)
+        config = toml.load(run.folder)
     except InputError as error:
         return run._replace(note=f"of another version: {error}")
     run = run._replace(seed=config.seed)
