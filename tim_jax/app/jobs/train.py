@@ -10,7 +10,7 @@ import json
 import os
 import tomllib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,7 +40,7 @@ from tim_jax.common.machine import Preemption
 from tim_jax.common.types import Rollout
 from tim_jax.model import adapters
 from tim_jax.model.execution import Execution
-from tim_jax.model.files import write_arrays
+from tim_jax.model.files import read_json, write_arrays
 from tim_jax.placement import SINGLE
 from tim_jax.rl import drawing, episodes, loop, programs
 from tim_jax.rl.drawing import Sample, Text
@@ -254,11 +254,16 @@ def check_resumed(config: RunConfig) -> None:
 
 def _family_before(folder: Path) -> str:
     """The family in numerics.json; runs of older versions have it in their config only."""
+    config = tomllib.loads(folders.read_config(folder))
+    return _recorded(folder).get("family") or config.get("numerics", {}).get("family", "auto")
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    """What numerics.json says; nothing if it is not there or damaged."""
     try:
-        return json.loads((folder / "numerics.json").read_text())["family"]
-    except (OSError, ValueError, KeyError, TypeError):
-        config = tomllib.loads(folders.read_config(folder))
-        return config.get("numerics", {}).get("family", "auto")
+        return read_json(folder / "numerics.json")
+    except InputError:
+        return {}
 
 
 class Start(NamedTuple):
@@ -296,11 +301,12 @@ def begun(job: Job, run: Run) -> tuple[Job, Start]:
         placement.agree(json.dumps(mark), "its model, its dataset, its prompts or its base weights")
         kept = run.restore(jax.tree.map(_shape, _first(job)), mark)
         contents, step = (_first(job), -1) if kept is None else (kept.state, kept.step)
+        before = _recorded(run.folder)
         if placement.leads():
             drawing = job.programs.training.sampler.mismatch.numerics(job.execution.numerics)
             assembly.write_numerics(run.folder / "numerics.json", job.execution, drawing)
         base = None if base is None else job.programs.place(base)
-        notes = [*job.task.notes, *_resumed(run, kept), *_described(job)]
+        notes = [*job.task.notes, *_resumed(run, kept, before), *_described(job)]
     except BaseException:
         job.task.close()
         raise
@@ -315,13 +321,23 @@ def _shape(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def _resumed(run: Run, kept: checkpoints.Restored | None) -> list[str]:
-    """Lines about a checkpoint that the run goes on from, if it does."""
+def _resumed(run: Run, kept: checkpoints.Restored | None, before: Mapping[str, Any]) -> list[str]:
+    """Lines about a checkpoint that the run goes on from, if it does.
+
+    `before`: what numerics.json said then.
+    """
     if kept is None:
         return []
     damaged = [f"checkpoint of step {step} is damaged: {what}" for step, what in kept.damaged]
     changes = folders.describe_changes(run.changed)
-    return [*damaged, f"resumed after step {kept.step}{changes}"]
+    now = _recorded(run.folder)
+    others = [
+        f"{key} was {before[key]}, now {now.get(key)}"
+        for key in ("jax", "device", "numerics")
+        if key in before and before[key] != now.get(key)
+    ]
+    bits = f"bits may differ from those of an uninterrupted run: {'; '.join(others)}"
+    return [*damaged, f"resumed after step {kept.step}{changes}", *([bits] if others else [])]
 
 
 @waiting.during("putting the model on the devices", about=waiting.COMPILES)
