@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -299,6 +300,18 @@ def test_worked_solutions_that_are_too_long_are_named_before_the_machine_is_meas
     at_once = {**long, "warmup": {"steps": 20, "worked": 0.0}}
     with pytest.raises(RuntimeError):
         train.assemble(toml.build(at_once), training=training)
+
+
+def test_a_run_that_goes_on_with_another_jax_says_so(tmp_path):
+    (tmp_path / "numerics.json").write_text('{"jax": "0.12.0", "device": "cpu"}')
+    run: Any = SimpleNamespace(folder=tmp_path, changed=())
+    kept = checkpoints.Restored(2, {}, {})
+    before = {"jax": "0.10.1", "device": "cpu"}
+    assert train._describe_resumption(run, kept, before) == [
+        "resumed after step 2",
+        "bits may differ from those of an uninterrupted run: jax was 0.10.1, now 0.12.0",
+    ]
+    assert train._describe_resumption(run, kept, {"device": "cpu"}) == ["resumed after step 2"]
 
 
 @pytest.mark.parametrize("refused", [True, False])

@@ -8,6 +8,7 @@ import pytest
 
 import tim_jax as tim
 from tim_jax.common.errors import InputError
+from tim_jax.tasks import guard
 from tim_jax.tasks.base import Example, Grade, Message, Packed, SharedGrader, state_of
 from tim_jax.tasks.custom import (
     IsolatedReward,
@@ -239,6 +240,15 @@ def test_current_folder_of_a_program_started_elsewhere(here, tmp_path):
         check=True,
     )
     assert done.stdout == "1.0\n"
+
+
+def test_a_full_folder_of_temporary_files_is_one_line(monkeypatch):
+    def full():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(guard.tempfile, "TemporaryFile", full)
+    with pytest.raises(InputError, match=r"the folder of temporary files: No space left"):
+        IsolatedReward("my_rewards:good", seconds=20.0)
 
 
 def test_a_program_whose_standard_output_is_closed_has_a_reward_as_well(here, tmp_path):

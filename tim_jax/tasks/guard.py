@@ -35,7 +35,7 @@ from threading import Lock
 from typing import Any, BinaryIO
 
 from tim_jax.common import waiting
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import InputError, writing
 from tim_jax.common.inputs import shown
 from tim_jax.tasks.base import ERROR, TIMEOUT, Fault
 from tim_jax.tasks.sandbox import ONE_THREAD
@@ -416,9 +416,10 @@ class _Worker:
         self.quiet = quiet
         self.forced = False  # ended by `end`
         self._link, theirs = Pipe()
-        self._notes = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `_end`)
-        self._notes.write(ALL.to_bytes(HEAD, "little", signed=True))
-        self._notes.flush()  # a stack comes after it
+        with writing(f"to {tempfile.gettempdir()}, the folder of temporary files"):
+            self._notes = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `_end`)
+            self._notes.write(ALL.to_bytes(HEAD, "little", signed=True))
+            self._notes.flush()  # a stack comes after it
         fds = theirs.fileno(), self._notes.fileno()
         output = subprocess.DEVNULL if quiet else None
         with theirs:

@@ -10,7 +10,7 @@ import json
 import os
 import tomllib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from tim_jax.common.errors import InputError, MismatchError, NonFiniteError, Pre
 from tim_jax.common.machine import Preemption
 from tim_jax.model import adapters
 from tim_jax.model.execution import Execution
+from tim_jax.model.files import read_json
 from tim_jax.placement import SINGLE
 from tim_jax.rl import drawing, episodes, loop, programs
 from tim_jax.rl.drawing import Sample, Text
@@ -242,11 +243,16 @@ def check_resumed(config: RunConfig) -> None:
 
 def _family_before(folder: Path) -> str:
     """The family in numerics.json; runs of older versions have it in their config only."""
+    config = tomllib.loads(folders.read_config(folder))
+    return _read_numerics(folder).get("family") or config.get("numerics", {}).get("family", "auto")
+
+
+def _read_numerics(folder: Path) -> dict[str, Any]:
+    """What numerics.json says; nothing if it is not there or damaged."""
     try:
-        return json.loads((folder / "numerics.json").read_text())["family"]
-    except (OSError, ValueError, KeyError, TypeError):
-        config = tomllib.loads(folders.read_config(folder))
-        return config.get("numerics", {}).get("family", "auto")
+        return read_json(folder / "numerics.json")
+    except InputError:
+        return {}
 
 
 class Start(NamedTuple):
@@ -284,11 +290,12 @@ def begun(job: Job, run: Run) -> tuple[Job, Start]:
         placement.agree(json.dumps(mark), "its model, its dataset, its prompts or its base weights")
         kept = run.restore(jax.tree.map(_shape_of, _make_contents(job)), mark)
         contents, step = (_make_contents(job), -1) if kept is None else (kept.state, kept.step)
+        before = _read_numerics(run.folder)
         if placement.leads():
             drawing = job.programs.training.sampler.mismatch.numerics(job.execution.numerics)
             assembly.write_numerics(run.folder / "numerics.json", job.execution, drawing)
         base = None if base is None else job.programs.place(base)
-        notes = [*job.task.notes, *_describe_resumption(run, kept), *_describe_run(job)]
+        notes = [*job.task.notes, *_describe_resumption(run, kept, before), *_describe_run(job)]
     except BaseException:
         job.task.close()
         raise
@@ -303,13 +310,25 @@ def _shape_of(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def _describe_resumption(run: Run, kept: checkpoints.Restored | None) -> list[str]:
-    """Lines about a checkpoint that the run goes on from, if it does."""
+def _describe_resumption(
+    run: Run, kept: checkpoints.Restored | None, before: Mapping[str, Any]
+) -> list[str]:
+    """Lines about a checkpoint that the run goes on from, if it does.
+
+    `before`: what numerics.json said then.
+    """
     if kept is None:
         return []
     damaged = [f"checkpoint of step {step} is damaged: {what}" for step, what in kept.damaged]
     changes = f" with other settings: {'; '.join(map(str, run.changed))}" if run.changed else ""
-    return [*damaged, f"resumed after step {kept.step}{changes}"]
+    now = _read_numerics(run.folder)
+    others = [
+        f"{key} was {before[key]}, now {now.get(key)}"
+        for key in ("jax", "device", "numerics")
+        if key in before and before[key] != now.get(key)
+    ]
+    bits = f"bits may differ from those of an uninterrupted run: {'; '.join(others)}"
+    return [*damaged, f"resumed after step {kept.step}{changes}", *([bits] if others else [])]
 
 
 @waiting.during("putting the model on the devices", about=waiting.COMPILES)
