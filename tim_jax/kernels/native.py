@@ -70,15 +70,6 @@ def joined(weight: jax.Array) -> jax.Array:
     return jnp.moveaxis(weight, 0, 1).reshape(weight.shape[1], -1)
 
 
-def column_parts(weight: jax.Array, columns: int) -> tuple[jax.Array, ...]:
-    """The matrix [K, M] cut into matrices of `columns` columns, the last of them with the rest.
-
-    The rest by itself could be narrow, and products of few columns have other bits.
-    """
-    cuts = [*range(0, weight.shape[1] - columns + 1, columns)][1:]
-    return tuple(jnp.split(weight, cuts, axis=1))
-
-
 def pin(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Fenced operands of a dot, in row-major layout.
 

@@ -46,7 +46,7 @@ from tim_jax.model import transformer
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution, jit
 from tim_jax.model.files import read_json, write_json
-from tim_jax.model.weights import joined, matrices, parameter_shapes
+from tim_jax.model.weights import column_parts, joined, matrices, parameter_shapes
 from tim_jax.numerics import GPU_FAMILIES, MatmulTile, Numerics, Rows
 
 # Families without products of float16 -> why, and what takes it.
@@ -380,7 +380,7 @@ def _head_columns(config: ModelConfig, numerics: Numerics, batch: int) -> int | 
     counts = [count for count in _COUNTS if rows.low <= count <= (rows.high or count)]
     x = _random(0, (max(size, *counts), contraction), numerics)
     head = jnp.asarray(_random(1, (contraction, width), numerics))
-    whole, parts = (head,), kernels.native.column_parts(head, _HEAD_COLUMNS)
+    whole, parts = (head,), column_parts(head, _HEAD_COLUMNS)
 
     @partial(jit, numerics=numerics)
     def product(x, parts):

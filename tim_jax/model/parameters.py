@@ -11,10 +11,9 @@ import numpy as np
 
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError
-from tim_jax.kernels import native
 from tim_jax.model import weights
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.weights import Joined, Params, Weight, Weights, joined, size
+from tim_jax.model.weights import Joined, Params, Weight, Weights, column_parts, joined, size
 from tim_jax.numerics import Numerics
 from tim_jax.placement import AXES, RULES, Placement
 
@@ -212,7 +211,7 @@ def unstacked(weights: Weights, *, head_columns: int | None = None) -> Weights:
     step.
 
     Args:
-      head_columns: the head [d, V] becomes the tuple of its `native.column_parts` of this width;
+      head_columns: the head [d, V] becomes the tuple of its `column_parts` of this width;
         None: it stays as it is.
     """
     layers = {
@@ -220,7 +219,7 @@ def unstacked(weights: Weights, *, head_columns: int | None = None) -> Weights:
     }
     if head_columns is None:
         return layers
-    return {**layers, "head": native.column_parts(weights["head"], head_columns)}
+    return {**layers, "head": column_parts(weights["head"], head_columns)}
 
 
 def _unstacked(layers: Weights) -> tuple[Weights, ...]:

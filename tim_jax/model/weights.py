@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tim_jax.model.config import SIGMOID_FAMILIES, ModelConfig
@@ -395,3 +396,12 @@ def weight_axes(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
             put(axes[name], row)
     put(axes, next(row for row in JOINED if row.name == "head"))
     return axes
+
+
+def column_parts(weight: jax.Array, columns: int) -> tuple[jax.Array, ...]:
+    """The matrix [K, M] cut into matrices of `columns` columns, the last of them with the rest.
+
+    The rest by itself could be narrow, and products of few columns have other bits.
+    """
+    cuts = [*range(0, weight.shape[1] - columns + 1, columns)][1:]
+    return tuple(jnp.split(weight, cuts, axis=1))
