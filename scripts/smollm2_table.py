@@ -372,7 +372,7 @@ def diagnosed(
 
 def of_stale(ours: tim.Model, rows: Sequence[Row], run: Path) -> Diagnosis:
     """Rows that are said to be of the weights after a run, and are of those before it."""
-    params = folders.read_params(run, ours.params).state["params"]
+    params = folders.read_params(run, ours.params, config=ours.config).state["params"]
     after = replace(ours, params=jax.tree.map(jnp.asarray, params))
     return tim.diagnose(after, rows, weights={"before the run": ours})
 
@@ -394,7 +394,7 @@ def ties(model: Path, run: Path) -> str:
     log-probs of the right answers to the first problems."""
     config = hf.load_config(model)
     before = hf.load_params(model, config)
-    after = folders.read_params(run, before).state["params"]
+    after = folders.read_params(run, before, config=config).state["params"]
     tokenizer = load_tokenizer(model, vocab_size=config.vocab_size)
 
     def row(problem: Example) -> Line:
