@@ -63,6 +63,7 @@ def test_the_slope_is_the_exponent():
     points = [(length, 0.5 * length**1.5) for length in (4.0, 8.0, 32.0)]
     assert findings.slope(points) == pytest.approx(1.5)
     assert np.isnan(findings.slope(points[:1]))
+    assert np.isnan(findings.slope([points[0]] * 2))  # of two horizons, but one length
 
 
 def test_a_share_of_nothing_is_no_number():

@@ -401,8 +401,8 @@ def _slopes(records: Sequence[Record], names: Sequence[str]) -> str:
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """The exponent k of y = c x^k at points (x, y), by least squares of logarithms; of one, NaN."""
-    if len(points) < 2:
+    """The exponent k of y = c x^k at (x, y), by least squares of logarithms; of one x, NaN."""
+    if len({x for x, _ in points}) < 2:
         return float("nan")
     x, y = np.log(points).T
     return float(np.polyfit(x, y, 1)[0])
