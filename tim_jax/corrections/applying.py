@@ -21,7 +21,7 @@ from tim_jax.corrections.ratios import ratio
 from tim_jax.numerics import strict
 from tim_jax.numerics.strict import arithmetic_dtype, compensated_sum, row_count, whole, widened
 
-# Of the arguments; a transform of the user's own may read others, of any kind.
+# Arguments that are arrays. A transform of the user's own may read others, of any kind.
 _ARRAYS = ("log_ratio", "mask", "log_probs", "advantages", "divergence")
 
 
@@ -205,7 +205,7 @@ def _applied(
     for name in ("log_ratio", "mask"):
         if arrays[name] is None:
             raise InputError(f"{name} is None; it must be an array [batch, tokens]")
-    # Of lists and of torch's tensors too.
+    # Lists and torch's tensors become arrays.
     arrays = {
         name: jnp.asarray(x) if name in _ARRAYS else x
         for name, x in arrays.items()

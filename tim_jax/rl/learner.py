@@ -236,20 +236,13 @@ def update(
     policy = policy.scaled(scale)
     batch, correction, figures = _current(state, weights, batch, policy, learning)
     if learning.objective.balance_coefficient:
-        # The same in every row: the shares of all these rows' tokens that each expert has.
-        loads = _expert_loads(batch.rollout, batch.mask, policy.experts)
-        shares = loads.astype(jnp.float32) / count(batch.mask)
-        rows = batch.mask.shape[0]
-        batch = replace(batch, loads=jnp.broadcast_to(shares, (rows, *shares.shape)))
+        batch = replace(batch, loads=_loads(batch, policy.experts))
     parts = batch.rollout.parts
     token_weights = learning.objective.token_weights(batch.mask, batch.kept, parts=parts)
     params = low_rank.whole(state.params, base)
     gradient, tokens, noise = _gradient(policy, weights, batch, token_weights, learning, params)
     gradient = policy.to_masters(gradient, state.params)
-    size = policy.norm(gradient)
-    log_ratio = jnp.where(batch.mask, tokens["log_prob"] - batch.rollout.log_probs, 0.0)
-    of_rows, valid = compensated_sum(log_ratio)[0], jnp.any(batch.mask, axis=1)
-    share = schedules.effective_sample_size(of_rows, valid)
+    size, share = policy.norm(gradient), _effective_sample_size(tokens["log_prob"], batch)
     report = {
         "loss": tree_sum(tree_sum(token_weights * tokens["loss"])),
         "gradient_norm": size,
@@ -334,6 +327,13 @@ def _applied(correction: Correction, state, log_probs, batch: Experience) -> cor
         log_probs=log_probs,
         advantages=batch.advantages,
     )
+
+
+def _effective_sample_size(log_probs: jax.Array, batch: Experience) -> jax.Array:
+    """f32[], of the sequences' importance weights, for step sizes that depend on it."""
+    log_ratio = log_probs - batch.rollout.log_probs
+    sums, _ = compensated_sum(jnp.where(batch.mask, log_ratio, 0.0))
+    return schedules.effective_sample_size(sums, jnp.any(batch.mask, axis=1))
 
 
 def _gradient(
@@ -528,6 +528,13 @@ def _expert_loads(rollout: Rollout, mask: jax.Array, experts: int) -> jax.Array:
     inside = jnp.take_along_axis(mask, jnp.clip(at, 0, mask.shape[1] - 1), axis=1)
     inside &= (at >= 0) & (at < mask.shape[1])
     return metrics.expert_loads(routes, inside, experts=experts)
+
+
+def _loads(batch: Experience, experts: int) -> jax.Array:
+    """f32[B, L, E], of all these rows: the shares of the tokens that go through each expert."""
+    loads = _expert_loads(batch.rollout, batch.mask, experts)
+    shares = loads.astype(jnp.float32) / count(batch.mask)
+    return jnp.broadcast_to(shares, (batch.mask.shape[0], *shares.shape))
 
 
 def _routing_metrics(tokens, batch: Experience, experts: int) -> dict[str, jax.Array]:

@@ -28,6 +28,7 @@ from tim_jax.instruments.auditing import CaseResult, GradientResult, Sizes, abla
 from tim_jax.model import fitting, hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
+from tim_jax.model.weights import Params
 from tim_jax.numerics import FamilyChoice, Numerics, describe
 
 _MOST_TOKENS = 2**26  # of a measurement; more are a slip
@@ -37,7 +38,7 @@ _MOST_TOKENS = 2**26  # of a measurement; more are a slip
 class _Audited:
     """A model, and the kernels that it is audited with."""
 
-    params: Any
+    params: Params
     config: ModelConfig
     sizes: Sizes
     family: FamilyChoice

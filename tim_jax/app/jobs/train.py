@@ -30,6 +30,7 @@ from tim_jax.app.run.sources import Model
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, MismatchError, NonFiniteError, PreemptedError
 from tim_jax.common.machine import Preemption
+from tim_jax.common.types import Rollout
 from tim_jax.model import adapters
 from tim_jax.model.execution import Execution
 from tim_jax.model.files import read_json
@@ -514,8 +515,8 @@ def _unless_asked(steps: Iterable[Any], last: int, preemption: Preemption) -> It
         yield item
 
 
-def _demonstrations(job: Job) -> Iterator[Any]:
-    """Yields batches of worked solutions as rollouts, without end."""
+def _demonstrations(job: Job) -> Iterator[Rollout]:
+    """Yields batches of worked solutions, without end."""
     config, size = job.config, job.config.warmup.batch
     for start in itertools.count(step=size):
         pairs = sources.worked_solutions(config, job.task, start=start, count=size)

@@ -185,7 +185,7 @@ class Run:
         self._checkpoints.save(step, state, {"lines": sizes, "extra": dict(extra or {})})
 
     def save_arrays(self, name: str, arrays: Mapping[str, Any]) -> Path:
-        """Writes a file of arrays, as `model.files.write_arrays`; returns its path as it is said.
+        """Writes arrays as `model.files.write_arrays`; returns the path, as messages name it.
 
         Raises:
             InputError: it cannot be written.

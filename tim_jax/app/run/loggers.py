@@ -327,8 +327,7 @@ class MLflow:
     """Scalars, and the config as parameters, to MLflow: files, or a server of one's own.
 
     The run's id is kept in `folder`/mlflow_id, so that a resumed run continues the same MLflow run.
-    Steps that this has already are left out, as MLflow would keep both: they are the same to the
-    bit.
+    Steps that it has already are not sent again, since MLflow would keep both points.
 
     Args:
         uri: of the server, or `sqlite:///FILE`; "" for what MLFLOW_TRACKING_URI says.

@@ -23,6 +23,7 @@ from tim_jax.mismatch import Mismatch
 from tim_jax.model import adapters, transformer
 from tim_jax.model.execution import Execution, jit
 from tim_jax.model.files import write_arrays
+from tim_jax.model.weights import Weights
 from tim_jax.numerics.strict import tree_sum
 from tim_jax.policy import scoring
 from tim_jax.rl import drawing, programs
@@ -292,7 +293,7 @@ def bound_constants(measuring: Measuring, dial: Mismatch, *, states: int) -> dic
 
 
 def total_variation(
-    weights: Any, edited: Any, rollout: Rollout, execution: Execution, other: Execution
+    weights: Weights, edited: Weights, rollout: Rollout, execution: Execution, other: Execution
 ) -> np.ndarray:
     """f32[N], half the L1 distance of the two next-token distributions at N visited states."""
     # Sequence by sequence, because a whole batch's distributions are large: R V numbers each.
@@ -308,7 +309,7 @@ def total_variation(
     return np.concatenate(distances)[np.asarray(rollout.mask)]
 
 
-def _distributions(weights: Any, rollout: Rollout, execution: Execution) -> jax.Array:
+def _distributions(weights: Weights, rollout: Rollout, execution: Execution) -> jax.Array:
     """f32[B, R, V], of every response token, at the execution's temperature, not truncated."""
     tokens = scoring.sequences(rollout)
     rows, size = rollout.responses.shape
@@ -321,7 +322,7 @@ def _distributions(weights: Any, rollout: Rollout, execution: Execution) -> jax.
 
 
 def score_norms(
-    weights: Any, params: Any, rollout: Rollout, execution: Execution, *, states: int
+    weights: Weights, params: Any, rollout: Rollout, execution: Execution, *, states: int
 ) -> np.ndarray:
     """f32[`states`], norms of the gradient of a token's log-prob, at states spread over a batch.
 
@@ -346,7 +347,9 @@ def score_norms(
     return np.asarray(each(jnp.asarray(chosen, jnp.int32)))
 
 
-def _trained(weights: Any, params: Any, execution: Execution) -> tuple[Any, Callable[[Any], Any]]:
+def _trained(
+    weights: Weights, params: Any, execution: Execution
+) -> tuple[Any, Callable[[Any], Weights]]:
     """What is trained, and how compute weights are made of it."""
     own = adapters.of(params)
     if own is None:
