@@ -67,48 +67,44 @@ def sentences() -> list[tuple[int, ...]]:
     return [full[i] for i in order]
 
 
+_LENGTHS = np.array([len(words) for words in sentences()] + [0] * (ROWS - len(sentences())))
+_TOKENS = np.zeros((ROWS, LONGEST), np.int32)
+for _row, _words in enumerate(sentences()):
+    _TOKENS[_row, : len(_words)] = _words
+_BEFORE = np.pad(_TOKENS[:, :-1], ((0, 0), (1, 0)))  # position 0 has none, and takes row 0
+
+
 def table(seed: int) -> np.ndarray:
     """f32 logits [position, last token, word]."""
     return np.random.default_rng(seed).standard_normal((LONGEST, WORDS, WORDS)).astype(np.float32)
 
 
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """f64, over the last axis."""
+    rows = logits.astype(np.float64)
+    return rows - np.log(np.exp(rows).sum(axis=-1, keepdims=True))
+
+
 def log_probs_of(logits: np.ndarray) -> np.ndarray:
     """f64[B, R] of all sentences (and a filler, which never counts) under a table of logits."""
-    rows = logits.astype(np.float64)
-    rows = rows - np.log(np.exp(rows).sum(axis=-1, keepdims=True))
-    found = np.zeros((ROWS, LONGEST))
-    for row, words in enumerate(sentences()):
-        for place, word in enumerate(words):
-            found[row, place] = rows[place, words[place - 1] if place else 0, word]
-    return found
+    return np.where(mask(), log_softmax(logits)[np.arange(LONGEST), _BEFORE, _TOKENS], 0.0)
 
 
 def entropies_of(logits: np.ndarray) -> np.ndarray:
     """f64[B, R], the entropy at each of the tokens' places."""
-    rows = logits.astype(np.float64)
-    rows = rows - np.log(np.exp(rows).sum(axis=-1, keepdims=True))
+    rows = log_softmax(logits)
     by_context = -(np.exp(rows) * rows).sum(axis=-1)
-    found = np.zeros((ROWS, LONGEST))
-    for row, words in enumerate(sentences()):
-        for place in range(len(words)):
-            found[row, place] = by_context[place, words[place - 1] if place else 0]
-    return found
+    return np.where(mask(), by_context[np.arange(LONGEST), _BEFORE], 0.0)
 
 
 def energies_of(logits: np.ndarray) -> np.ndarray:
     """f64[B, R], 1 - 2 pi + sum pi^2 of the tokens."""
-    rows = np.exp(logits.astype(np.float64))
-    squares = np.square(rows / rows.sum(axis=-1, keepdims=True)).sum(axis=-1)
-    found = np.zeros((ROWS, LONGEST))
-    for row, words in enumerate(sentences()):
-        for place in range(len(words)):
-            found[row, place] = squares[place, words[place - 1] if place else 0]
-    return 1 - 2 * np.exp(log_probs_of(logits)) + found
+    squares = np.exp(2 * log_softmax(logits)).sum(axis=-1)[np.arange(LONGEST), _BEFORE]
+    return 1 - 2 * np.exp(log_probs_of(logits)) + np.where(mask(), squares, 0.0)
 
 
 def mask() -> np.ndarray:
-    lengths = np.array([len(words) for words in sentences()] + [0] * (ROWS - len(sentences())))
-    return np.arange(LONGEST)[None, :] < lengths[:, None]
+    return np.arange(LONGEST)[None, :] < _LENGTHS[:, None]
 
 
 def chances(log_probs: np.ndarray) -> np.ndarray:
@@ -119,13 +115,10 @@ def chances(log_probs: np.ndarray) -> np.ndarray:
 
 def rollout(sampler: np.ndarray) -> Rollout:
     """All sentences as if drawn, one each, with the sampler's log-probs."""
-    tokens = np.zeros((ROWS, LONGEST), np.int32)
-    for row, words in enumerate(sentences()):
-        tokens[row, : len(words)] = words
     return Rollout(
         prompts=jnp.zeros((ROWS, 1), jnp.int32),
         prompt_lengths=jnp.ones(ROWS, jnp.int32),
-        responses=jnp.asarray(tokens),
+        responses=jnp.asarray(_TOKENS),
         lengths=jnp.asarray(mask().sum(axis=1), jnp.int32),
         log_probs=jnp.asarray(np.where(mask(), log_probs_of(sampler), 0.0), jnp.float32),
         finished=jnp.ones(ROWS, bool),

@@ -18,7 +18,8 @@ then no difference: it has one density there, and noise is counted from the ends
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -39,7 +40,7 @@ NOTHING = -np.log(20.0)
 _FREEDOM = 3.0
 _LEAST_WEIGHT = 0.02
 WITHIN = 1e-5  # of what a fit looks for
-_SCALES = np.geomspace(1e-7, 10.0, 33)
+_LOG_SCALES = np.log(np.geomspace(1e-7, 10.0, 33))
 _CONSTANT = -special.betaln(0.5, _FREEDOM / 2) - 0.5 * np.log(_FREEDOM)
 
 LEAST_MOVE = 1e-4  # nats; less is what interpolation makes of the same log-prob
@@ -120,13 +121,37 @@ def decimal_step(recorded: np.ndarray, exact: np.ndarray) -> float:
 
 
 def fit_noise(residual: np.ndarray, weight: np.ndarray, step: float = 0.0) -> Fit:
-    """The scale of greatest likelihood, and the densities there."""
+    """The scale of greatest likelihood, and the densities there.
 
-    def loss(log_scale: float) -> float:
-        return -float(densities(residual, weight, np.exp(log_scale), step).sum())
+    Scales are looked for where the likelihood's slope, which costs a tenth of the likelihood,
+    turns from growing to falling; there may be several.
+    """
+    seen = ~np.isnan(residual)
+    slope = partial(_slope, np.square(beyond(residual[seen], step)), np.square(weight[seen]), step)
+    slopes = [slope(x) for x in _LOG_SCALES]
+    tried = [_LOG_SCALES[0]] * (slopes[0] <= 0) + [_LOG_SCALES[-1]] * (slopes[-1] > 0)
+    for place, (one, other) in enumerate(pairwise(slopes)):
+        if one > 0 >= other:
+            ends = _LOG_SCALES[place], _LOG_SCALES[place + 1]
+            tried.append(float(cast(Any, optimize.brentq(slope, *ends, xtol=WITHIN))))
+    fits = (Fit(s, densities(residual, weight, s, step)) for s in map(float, np.exp(tried)))
+    return max(fits, key=lambda fit: fit.total)
 
-    scale = float(np.exp(minimum(loss, np.log(_SCALES))))
-    return Fit(scale, densities(residual, weight, scale, step))
+
+def _slope(square: np.ndarray, weight: np.ndarray, step: float, log_scale: float) -> float:
+    """The derivative of the log-likelihood by the logarithm of the scale.
+
+    Args:
+      square: f64[N], squared residuals that are beyond rounding.
+      weight: f64[N], squared weights.
+    """
+    moved = np.exp(2 * log_scale) * weight
+    width = moved + FLOOR**2
+    terms = _FREEDOM - (_FREEDOM + 1) * _FREEDOM * width / (square + _FREEDOM * width)
+    if step:
+        rounding = step * np.exp(_CONSTANT)
+        terms += rounding / (np.sqrt(width) + rounding)
+    return float((moved / width * terms).sum())
 
 
 def minimum(loss: Callable[[float], float], grid: np.ndarray, *, within: float = WITHIN) -> float:
