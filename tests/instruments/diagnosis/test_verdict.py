@@ -152,6 +152,22 @@ def test_the_noise_model_is_a_density_and_finds_its_scale():
     assert nothing[0] == explanations.NOTHING
 
 
+@pytest.mark.parametrize("agreeing", [0.0, 0.3, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("step", [0.0, 0.01])
+def test_the_noise_that_is_fitted_is_the_likeliest_of_all_scales(agreeing, step):
+    """Where many tokens agree to the last bit the likelihood has two maxima."""
+    rng = np.random.default_rng(3)
+    residual = 0.3 * rng.standard_t(3, 60) * (np.arange(60) >= 60 * agreeing)
+    residual[::20] = np.nan
+    weight = rng.uniform(0.02, 1.0, 60)
+    every = [
+        explanations.densities(residual, weight, scale, step).sum()
+        for scale in np.geomspace(1e-7, 10.0, 3000)
+    ]
+    fitted = explanations.fit_noise(residual, weight, step)
+    assert max(every) - 1e-6 < fitted.total < max(every) + 1e-2
+
+
 # What is found.
 
 

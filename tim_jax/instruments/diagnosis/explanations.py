@@ -16,7 +16,7 @@ Log-probs may be written with few decimals. What is within half a step of the re
 then no difference: it has one density there, and noise is counted from the ends of the step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -40,7 +40,7 @@ NOTHING = -np.log(20.0)
 _FREEDOM = 3.0
 _LEAST_WEIGHT = 0.02
 WITHIN = 1e-5  # of what a fit looks for
-_LOG_SCALES = np.log(np.geomspace(1e-7, 10.0, 33))
+_LOG_SCALES = np.log(np.geomspace(1e-7, 10.0, 17))
 _CONSTANT = -special.betaln(0.5, _FREEDOM / 2) - 0.5 * np.log(_FREEDOM)
 
 LEAST_MOVE = 1e-4  # nats; less is what interpolation makes of the same log-prob
@@ -124,7 +124,8 @@ def fit_noise(residual: np.ndarray, weight: np.ndarray, step: float = 0.0) -> Fi
     """The scale of greatest likelihood, and the densities there.
 
     Scales are looked for where the likelihood's slope, which costs a tenth of the likelihood,
-    turns from growing to falling; there may be several.
+    turns from growing to falling. There may be two: where half of the tokens agree to the floor,
+    the noise may be that or what the others show.
     """
     seen = ~np.isnan(residual)
     slope = partial(_slope, np.square(beyond(residual[seen], step)), np.square(weight[seen]), step)
@@ -133,7 +134,7 @@ def fit_noise(residual: np.ndarray, weight: np.ndarray, step: float = 0.0) -> Fi
     for place, (one, other) in enumerate(pairwise(slopes)):
         if one > 0 >= other:
             ends = _LOG_SCALES[place], _LOG_SCALES[place + 1]
-            tried.append(float(cast(Any, optimize.brentq(slope, *ends, xtol=WITHIN))))
+            tried.append(cast(float, optimize.brentq(slope, *ends, xtol=WITHIN)))
     fits = (Fit(s, densities(residual, weight, s, step)) for s in map(float, np.exp(tried)))
     return max(fits, key=lambda fit: fit.total)
 
@@ -283,13 +284,21 @@ class Tokens:
     def _at_edge(self) -> np.ndarray:
         """bool[N], draws that rounding of the size that log-probs show may have let in."""
         found = np.zeros(len(self.sequence), bool)
-        for declared, own in by_declared(self):
+        for declared, own in self.by_declared:
             if declared.truncated or declared.temperature == 0:
                 # Log-probs of scaled logits are off by more, or less, than the logits.
                 scaling = 1.0 if declared.raw else declared.temperature or 1.0
                 off = OFF * self.null_fit.scale * scaling
                 found[own] = at_edge(self.evidence.take(own), declared, off)
         return found
+
+    @cached_property
+    def by_declared(self) -> tuple[tuple[Distribution, np.ndarray], ...]:
+        """Each declared distribution, without what is in the logits, and its tokens bool[N]."""
+        each = [replace(r.declared, shaping=UNSHAPED) for r in self.responses]
+        kinds = sorted(set(each), key=repr)
+        of_token = np.asarray([kinds.index(one) for one in each])[self.sequence]
+        return tuple((declared, of_token == number) for number, declared in enumerate(kinds))
 
     @cached_property
     def sequence(self) -> np.ndarray:
@@ -476,7 +485,7 @@ def by_distribution(
     """(predicted, drawn), f64[N] both: recorded under one change of what is declared, drawn under
     another."""
     predicted, draws = np.empty(len(tokens.sequence)), np.empty(len(tokens.sequence))
-    for declared, own in by_declared(tokens):
+    for declared, own in tokens.by_declared:
         evidence = tokens.evidence if own.all() else tokens.evidence.take(own)
         said = declared if reported is None else reported(declared)
         of_draw = declared if drawn is None else drawn(declared)
@@ -485,12 +494,3 @@ def by_distribution(
         predicted[own] = evidence.raw if raw else at_report.renormalised
         draws[own] = (at_report if of_draw == said else chances(evidence, of_draw)).drawn
     return predicted, draws
-
-
-def by_declared(tokens: Tokens) -> Iterator[tuple[Distribution, np.ndarray]]:
-    """Each declared distribution, without what is in the logits, and its tokens bool[N]."""
-    each = [replace(r.declared, shaping=UNSHAPED) for r in tokens.responses]
-    kinds = sorted(set(each), key=repr)
-    of_response = np.asarray([kinds.index(one) for one in each])
-    for number, declared in enumerate(kinds):
-        yield declared, of_response[tokens.sequence] == number

@@ -17,7 +17,6 @@ from tim_jax.instruments.diagnosis.explanations import (
     Change,
     Explanation,
     Tokens,
-    by_declared,
     by_distribution,
     mean_of,
     minimum,
@@ -202,7 +201,7 @@ def _without_impossible(
     predicted, drawn = _changed(tokens, which, change)
     fit = tokens.null_fit if which == "drawn" else tokens.fit(predicted)
     far = drawn < tokens.null.drawn - _EXCLUDED
-    for declared, own in by_declared(tokens):
+    for declared, own in tokens.by_declared:
         if far[own].any():
             scaling = 1.0 if declared.raw else declared.temperature or 1.0
             off = OFF * fit.scale * scaling
