@@ -35,10 +35,11 @@ from tim_jax.api import diagnosing, rollouts
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.jobs import audit, models, planning, studies, train
+from tim_jax.app.jobs import audit, models, planning, train
 from tim_jax.app.run import assembly, folders, sources
 from tim_jax.common import machine
 from tim_jax.common.errors import ENDINGS, InputError
+from tim_jax.instruments import study as studies
 from tim_jax.instruments.study import report, running
 from tim_jax.instruments.study.definition import Study
 from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE

@@ -384,12 +384,12 @@ def _ablate(arguments: argparse.Namespace) -> int:
 def _study(arguments: argparse.Namespace) -> int:
     if arguments.list == (arguments.study is not None):
         raise InputError("study: name a file, or give --list for those that are shipped")
-    from tim_jax.app.jobs import studies
+    from tim_jax.instruments import study
 
     if arguments.list:
-        studies.say_shipped()
+        study.say_shipped()
     else:
-        studies.run(arguments.study, folder=arguments.folder, jobs=arguments.jobs)
+        study.run(arguments.study, folder=arguments.folder, jobs=arguments.jobs)
     return 0
 
 
@@ -397,9 +397,10 @@ def _report(arguments: argparse.Namespace) -> int:
     for folder in arguments.folders:
         if not folder.exists():
             raise InputError(f"{folder}: no such folder")
-    from tim_jax.app.jobs import studies
+    from tim_jax.instruments.study import report
 
-    studies.report(arguments.folders, out=arguments.out)
+    for path in report.write(arguments.folders, arguments.out):
+        print(path)
     return 0
 
 
@@ -445,7 +446,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         arguments.overrides = [*arguments.overrides, of_file]
     config = _config(arguments)
     from tim_jax.app.jobs import planning
-    from tim_jax.instruments.plan.planning import as_json, text
+    from tim_jax.instruments.plan import as_json, text
 
     plan = planning.plan_run(
         config,

@@ -23,8 +23,8 @@ from tim_jax.app.run import assembly, checkpoints, sources
 from tim_jax.app.run.sources import Model
 from tim_jax.common import inputs, waiting
 from tim_jax.common.errors import InputError, OutOfMemoryError
-from tim_jax.instruments.plan import budget, planning, topology
-from tim_jax.instruments.plan.planning import Layers, Plan, Say
+from tim_jax.instruments import plan
+from tim_jax.instruments.plan import Layers, Plan, Say, budget, topology
 from tim_jax.instruments.plan.workload import PUBLISHED, Workload
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig
@@ -56,7 +56,7 @@ def plan_run(
     Args:
       slice_name: such as "v5e:4x4" or "h200:1".
       architecture: a config.json to take in place of the config's model.
-      layers: see `planning.make`.
+      layers: see `plan.make`.
       mean_tokens: of the responses that are learnt from; None: all are the longest.
 
     Raises:
@@ -99,7 +99,7 @@ def plan_run(
     with target.tracing():
         workload = workload_of(config, model, target.devices)
     workload = replace(workload, mean_tokens=mean_tokens)
-    return planning.make(workload, target, layers=layers, searching=searching, say=say)
+    return plan.make(workload, target, layers=layers, searching=searching, say=say)
 
 
 def parse_layers(text: str) -> Layers:
