@@ -258,7 +258,7 @@ def stand(patch) -> None:
     patch.setattr(audit.auditing, "audit", began)
     patch.setattr(audit.ablation, "check", checked)
     patch.setattr(planning.topology, "target", lambda name: here)
-    patch.setattr(planning.planning, "make", began)
+    patch.setattr(planning.plan, "make", began)
     patch.setattr(running, "run", began)
     patch.setattr(diagnosing.verdict, "diagnose", began)
     patch.setattr(report, "importlib", SimpleNamespace(import_module=runtime))

@@ -25,7 +25,7 @@ from tim_jax.rl import drawing, loop, programs, rules
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.rules import Turns
-from tim_jax.rl.training import FIELDS, Training
+from tim_jax.rl.training import FIELDS, TOLD, Training
 from tim_jax.rl.types import TrainState
 from tim_jax.tasks import custom
 from tim_jax.tasks.base import Environment, Example, Task
@@ -484,9 +484,9 @@ def _make_run(who: str, model: Model, training: Training | None, given: dict[str
 
 def _check_optimizer(who: str, run: Training) -> None:
     """Refuses an optimizer that fails as a step calls it, and Muon for vectors."""
-    given = f"gradients, parameters, finite and {', '.join(programs.TOLD)}, but no loss"
+    given = f"gradients, parameters, finite and {', '.join(TOLD)}, but no loss"
     with user_code(f"{who}: optimizer, which is given {given},"):
-        first, _ = programs.trace_optimizer(run)
+        first, _ = run.trace_optimizer()
     _check_muon(who, first.out_info)
 
 

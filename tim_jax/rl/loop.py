@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tim_jax import optimizers, placement, schedules
+from tim_jax import optimizers, schedules
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, MismatchError, NonFiniteError
 from tim_jax.common.types import Rollout
@@ -102,14 +102,12 @@ def train(
             older.append(copied(weights))  # the next update takes the buffers of the weights
         if number + ahead <= steps:
             given = published(older[-1] if ahead else source)
-            if training.offload:
-                state = placement.to_host(state)
+            state = training.at_rest(state)
             begun.append(begin(number + ahead, given))
             del given
         # What was begun, a copy of the weights among it, is freed before the learner works.
         drawn = drawing.finish(begun.popleft())
-        if training.offload:
-            state = placement.to_devices(state)
+        state = training.at_work(state)
         drawn_at = time.perf_counter()
         with waiting.during(UPDATING, about=programs.compiling(UPDATING)):
             state, weights, exactness, metrics = learn(

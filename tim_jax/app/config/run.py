@@ -12,6 +12,7 @@ from math import lcm, prod
 from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
+import optax
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -38,6 +39,7 @@ from tim_jax.app.config.sections import (
 )
 from tim_jax.common import inputs
 from tim_jax.common.errors import InputError
+from tim_jax.corrections import Correction
 from tim_jax.model.adapters import Lora
 from tim_jax.objectives import Objective
 from tim_jax.optimizers import AdamW, Decay, LossScale
@@ -198,6 +200,12 @@ class Optimizer(AdamW):
                 return Decay(multiple=multiple, floor=floor, detector=detector)
         return None
 
+    def chain(self, *, steps: int, max_tokens: int) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of a run with this many updates and responses of at most this length."""
+        end = None if self.schedule == "constant" else self.total_steps or steps
+        chain = part(AdamW, self, total_steps=end).transform(self.decay(max_tokens))
+        return chain if self.loss_scale is None else self.loss_scale.transform(chain)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementSection(Placement):
@@ -298,6 +306,11 @@ class RunConfig(Section):
     def objective(self) -> Objective:
         """The objective: the preset and its changes, with the longest response filled in."""
         return self.learner.objective.value(self.sampling.longest)
+
+    @property
+    def correction(self) -> Correction:
+        """The chain of the learner's corrections."""
+        return corrections.build(self.learner.corrections)
 
     @property
     def turns(self) -> Turns | None:
@@ -416,7 +429,7 @@ class RunConfig(Section):
                 rules.Settings,
                 self.learner,
                 objective=self.objective,
-                correction=corrections.build(self.learner.corrections),
+                correction=self.correction,
                 samples=sampling.samples,
                 max_staleness=self.sampler.max_staleness,
                 slots=self.sampler.slots,

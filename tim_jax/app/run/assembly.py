@@ -9,10 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 import jax
-import optax
 
-from tim_jax import corrections, mismatch, optimizers
-from tim_jax.app.config.run import Optimizer, RunConfig
+from tim_jax import mismatch
+from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import part
 from tim_jax.app.run.sources import Model
 from tim_jax.common.errors import InputError, writing
@@ -297,16 +296,6 @@ def batch_evaluation(config: RunConfig, where: Placement) -> tuple[int, Batching
     return batch, replace(config.sampler.batching, slots=slots).rounded(where.shards)
 
 
-def make_optimizer(
-    section: Optimizer, *, steps: int, max_tokens: int
-) -> optax.GradientTransformationExtraArgs:
-    """The chain of a run with this many updates and responses of at most this length."""
-    end = None if section.schedule == "constant" else section.total_steps or steps
-    own = part(optimizers.AdamW, section, total_steps=end)
-    chain = own.transform(section.decay(max_tokens))
-    return chain if section.loss_scale is None else section.loss_scale.transform(chain)
-
-
 def make_learning(config: RunConfig) -> Learning:
     """Returns how rollouts become gradients: objective, mode, corrections, micro-batches."""
     return part(
@@ -314,7 +303,7 @@ def make_learning(config: RunConfig) -> Learning:
         config.learner,
         objective=config.objective,
         samples=config.sampling.samples,
-        correction=corrections.build(config.learner.corrections),
+        correction=config.correction,
     )
 
 
@@ -333,7 +322,7 @@ def make_training(config: RunConfig, execution: Execution) -> Training:
         config.learner,
         execution=execution,
         learning=make_learning(config),
-        optimizer=make_optimizer(config.optimizer, steps=config.updates, max_tokens=longest),
+        optimizer=config.optimizer.chain(steps=config.updates, max_tokens=longest),
         turns=config.turns,
         sampler=sampler,
         exact=config.exact == "required",
