@@ -359,15 +359,16 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 def _ablate(arguments: argparse.Namespace) -> int:
     from tim_jax.app.config import toml
-    from tim_jax.app.jobs import audit, planning
+    from tim_jax.app.jobs import audit
     from tim_jax.instruments.auditing import ablation
+    from tim_jax.instruments.plan import budget
 
     for name, value in _given(arguments, "quick", "family", "interpret", "several_tiles").items():
         if value:
             raise InputError(f"--{name.replace('_', '-')} does not go with --sampler")
     arms = ablation.alone_and_together(toml.read_dial(arguments.sampler))
     sizes = {"prompts": arguments.prompts or 32, "samples": arguments.samples or 8}
-    with planning.explaining_memory(lambda: {"": ("--prompts", "--samples", "--dtype bfloat16")}):
+    with budget.explaining_memory(lambda: {"": ("--prompts", "--samples", "--dtype bfloat16")}):
         bench = audit.make_bench(arguments.model, **sizes, dtype=arguments.dtype, arms=arms)
         result = audit.report(bench, arms)
     _write(arguments.json, result.json)

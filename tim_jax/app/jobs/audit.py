@@ -18,13 +18,13 @@ from rich.console import Console
 
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.jobs import planning
 from tim_jax.app.run import assembly, checkpoints, folders, sources
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.types import Prompts
 from tim_jax.instruments import auditing
 from tim_jax.instruments.auditing import CaseResult, GradientResult, Sizes, ablation
+from tim_jax.instruments.plan import budget
 from tim_jax.model import fitting, hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
@@ -50,7 +50,7 @@ class _Audited:
 _WAYS = {"": ("--quick", "a smaller model", "fewer devices, as all are audited")}
 
 
-@planning.explaining_memory(lambda: _WAYS)
+@budget.explaining_memory(lambda: _WAYS)
 def audit_model(
     source: str,
     *,
@@ -224,7 +224,7 @@ def make_bench(
     numerics = assembly.fitted_numerics("auto", dtype, config, length=length)
     execution = Execution(config, numerics, auditing.plain_sampling(config, sizes))
     ablation.check(arms, execution, older=False, remade=True)
-    planning.check_sampling(
+    budget.check_sampling(
         execution,
         prompts=prompts,
         samples=samples,

@@ -5,7 +5,6 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from tim_jax.app.run.checkpoints import Restored
 from tim_jax.app.run.display import completion_line
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import all_fields, expanded
+from tim_jax.instruments.plan import budget
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Adapter
 from tim_jax.model.config import ModelConfig
@@ -44,7 +44,7 @@ def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, fl
             update={"path": model, "preset": None, "architecture": None}
         )
         config = config.model_copy(update={"model": section, "lora": None})
-    with planning.explaining_memory(partial(planning.less_memory, config)):
+    with planning.explaining_memory(config):
         return _evaluate(config, of_run=model is None)
 
 
@@ -151,13 +151,13 @@ def generate(
         `fitting.calibrate_once`; a run's own measurement serves as well.
     """
     ways = {"": ("--samples", "--max-tokens", "--dtype bfloat16, or --fsdp with more devices")}
-    with planning.explaining_memory(lambda: ways):
+    with budget.explaining_memory(lambda: ways):
         model = opening.begin(source, dtype=dtype, family=family, placement=where)
         sampling = Sampling(max_tokens or min(_MOST_TOKENS, model.most_tokens), **shape)
         request = rollouts.request(
             model, prompts, samples=samples, sampling=sampling, seed=seed, template=chat_template
         )
-        planning.check_sampling(
+        budget.check_sampling(
             model.execution(request.sampling),
             prompts=len(request.examples),
             samples=samples,

@@ -174,7 +174,7 @@ def train_run(config: RunConfig) -> Path:
       InputError, MismatchError, NonFiniteError, PreemptedError, OutOfMemoryError: one clear line
         each; what was written stays.
     """
-    with planning.explaining_memory(partial(planning.less_memory, config)):
+    with planning.explaining_memory(config):
         _train(config)
     return Path(config.run.folder)
 

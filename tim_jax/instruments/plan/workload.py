@@ -1,41 +1,33 @@
 """A training step to compile: its programs, and the shapes of their arguments."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import prod
-from pathlib import Path
 from statistics import NormalDist
-from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import placement
 from tim_jax.common.types import Prompts, Rollout, make_key, route_dtype
 from tim_jax.instruments.plan.hlo import Times
 from tim_jax.model import adapters, packing
-from tim_jax.model.execution import Execution
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
 from tim_jax.model.weights import param_axes, parameter_shapes, weight_axes
+from tim_jax.objectives import reinforce
 from tim_jax.placement import Devices
 from tim_jax.policy import sampler
 from tim_jax.rl import programs
+from tim_jax.rl.rules import Turns
 from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import Learning, fill
 
 Tree = Any
-
-# Architectures by their names on the Hugging Face hub, so that plans need no network: of each
-# config.json what the forward computes with, and the tokens. DeepSeek-V3 has a further layer that
-# predicts the token after next, which is left out, as `transformers` leaves it out.
-PUBLISHED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    json.loads((Path(__file__).parents[2] / "data" / "known_models.json").read_text())
-)
 
 
 @dataclass(frozen=True)
@@ -152,6 +144,29 @@ class Workload:
     def varied(self, **changes: Any) -> "Workload":
         """The same step with other fields of its training, see `Training.varied`."""
         return replace(self, training=self.training.varied(**changes))
+
+
+def of_sampling(
+    execution: Execution,
+    *,
+    prompts: int,
+    samples: int,
+    prompt_length: int,
+    batching: Batching = ALL_AT_ONCE,
+    turns: Turns | None = None,
+    offload: bool = False,
+) -> Workload:
+    """A step that draws responses and learns the least: no optimizer's state and no reference."""
+    training = Training(
+        execution,
+        Learning(reinforce(), samples),
+        optax.identity(),
+        prompts_per_step=prompts,
+        sampler=Sampler(batching=batching),
+        turns=turns,
+        offload=offload,
+    )
+    return Workload(training, prompt_length=prompt_length)
 
 
 @dataclass(frozen=True)
