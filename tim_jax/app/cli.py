@@ -296,9 +296,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
-    from tim_jax.app.jobs import models
+    from tim_jax.app.jobs import train
 
-    metrics = models.evaluate_run(config, model=arguments.model)
+    metrics = train.evaluate_run(config, model=arguments.model)
     for name, value in metrics.items():
         if name.endswith("_error"):
             continue

@@ -54,10 +54,9 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Models that come with the package; a folder of the same name goes before them.
 SHIPPED = {"tiny": Path(__file__).parents[1] / "data" / "tiny"}
 
-# Architectures by their names on the Hugging Face hub, so that
-# plans need no network: of each
-# config.json what the forward computes with, and the tokens. DeepSeek-V3 has a further layer that
-# predicts the token after next, which is left out, as `transformers` leaves it out.
+# Architectures by their names on the hub, so that plans need no network: of each config.json what
+# the forward computes with, and the tokens. DeepSeek-V3 has a further layer that predicts the token
+# after next, which is left out, as `transformers` leaves it out.
 PUBLISHED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     json.loads((Path(__file__).parents[1] / "data" / "known_models.json").read_text())
 )

@@ -14,7 +14,7 @@ import jax
 
 from tim_jax import placement
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.run import assembly, checkpoints, sources
+from tim_jax.app.run import assembly, folders, sources
 from tim_jax.app.run.sources import Model
 from tim_jax.common import inputs
 from tim_jax.common.errors import InputError
@@ -198,7 +198,7 @@ def less_memory(config: RunConfig) -> Ways:
     folder, and say so.
     """
     values = _what_needs_less(config)
-    kept = checkpoints.list_steps(Path(config.run.folder) / "checkpoints")
+    kept = folders.list_steps(config.run.folder)
     free = [f"{key}." for key in config.may_change()]
 
     def bound(key: str) -> bool:

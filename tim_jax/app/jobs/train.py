@@ -1,6 +1,6 @@
 """The training job: assembled from its configuration, checked, opened or resumed, and followed.
 
-An evaluation assembles the same job, without what only training needs.
+The job of `tim-jax eval` is the same, without what only training needs.
 
 If there are several processes, each runs this with the same config; see `placement`.
 """
@@ -24,7 +24,7 @@ from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.jobs import planning
 from tim_jax.app.run import assembly, charts, checkpoints, folders, loggers, sources
-from tim_jax.app.run.display import Display, RewardWatch
+from tim_jax.app.run.display import Display, RewardWatch, completion_line
 from tim_jax.app.run.folders import Run
 from tim_jax.app.run.sources import Model
 from tim_jax.common import waiting
@@ -167,6 +167,45 @@ def evaluator(job: Job) -> Callable[[Any], tuple[dict[str, float], list[Sample]]
     )
 
 
+def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, float]:
+    """Evaluates a model on the held-out problems of `config`.
+
+    The model is the folder or hub name `model`, else the newest checkpoint of the config's run
+    folder, else the config's own model.
+    """
+    if model is not None:
+        section = config.model.model_copy(
+            update={"path": model, "preset": None, "architecture": None}
+        )
+        config = config.model_copy(update={"model": section, "lora": None})
+    with planning.explaining_memory(config):
+        return _evaluate(config, of_run=model is None)
+
+
+def _evaluate(config: RunConfig, *, of_run: bool) -> dict[str, float]:
+    planning.check_evaluation(config)
+    job = assemble(config, training=False)
+    try:
+        params, which = job.model.params, ""
+        if of_run and folders.list_steps(config.run.folder):
+            restored = folders.read_params(
+                config.run.folder, params, config=job.model.config, lora=job.model.lora
+            )
+            restored.warn()
+            params = restored.state["params"]
+            which = f"step {restored.step} of {config.run.folder}"
+        elif of_run:
+            which = f"the config's own model, as {config.run.folder} has no checkpoint"
+        metrics, samples = job.evaluate(job.programs.prepare(params))
+        if which:
+            print(f"evaluated {which}")
+        for row in samples[:SHOWN]:
+            print(completion_line(row, width=160))
+        return metrics
+    finally:
+        job.task.close()
+
+
 def train_run(config: RunConfig) -> Path:
     """Runs (or resumes) the training job of `config`; returns the run folder.
 
@@ -217,7 +256,7 @@ def check_resumed(config: RunConfig) -> None:
     older weights, which are kept as they are multiplied, in other tiles.
     """
     folder = Path(config.run.folder)
-    steps = checkpoints.list_steps(folder / "checkpoints")
+    steps = folders.list_steps(folder)
     if not steps:
         return
     before, now = _family_before(folder), assembly.family_here(config.numerics.family)

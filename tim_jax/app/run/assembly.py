@@ -3,7 +3,7 @@
 Its numerics are the family of kernels, tiles that fit the model, and what was measured.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -155,6 +155,7 @@ def make_numerics(
     measured: Path | None = None,
     shared: Mismatch = mismatch.EXACT,
     several_tiles: bool = False,
+    interpret: bool = False,
 ) -> Numerics:
     """The same, and on a CPU with row ranges measured for decode batches of about `batch` rows;
     None: without. `measured` is the file that keeps these, if any. `shared` are differences of the
@@ -163,7 +164,9 @@ def make_numerics(
     Raises:
       InputError: as `fitted_numerics` and `with_several_tiles`.
     """
-    fixed = fitted_numerics(family, dtype, model, length=length, column_tiles=column_tiles)
+    fixed = fitted_numerics(
+        family, dtype, model, length=length, column_tiles=column_tiles, interpret=interpret
+    )
     if several_tiles:
         fixed = with_several_tiles(fixed)
     both = shared.numerics(fixed)
@@ -197,6 +200,11 @@ def with_several_tiles(numerics: Numerics) -> Numerics:
     if numerics.family == "pallas_gpu":
         return numerics
     return replace(numerics, gpu=replace(numerics.gpu, matmul=MOSAIC_GPU_BF16_SEVERAL_TILES.matmul))
+
+
+def kernels_used(model: ModelConfig, numerics: Iterable[Numerics]) -> dict[str, tuple[str, ...]]:
+    """The names of the kernels that a model has under each of these, by `describe`."""
+    return {describe(one): fitting.kernels_used(model, one) for one in numerics}
 
 
 def write_numerics(path: Path, execution: Execution, drawing: Numerics) -> None:

@@ -388,6 +388,11 @@ def finished(folder: str | os.PathLike[str]) -> bool:
     return bool(done) and isinstance(steps, int) and max(done) >= steps
 
 
+def list_steps(folder: str | os.PathLike[str]) -> list[int]:
+    """The steps of a run's checkpoints, ascending."""
+    return checkpoints.list_steps(Path(folder) / "checkpoints")
+
+
 def read_checkpoint(
     folder: str | os.PathLike[str], like: State, *, step: int | None = None
 ) -> Restored:

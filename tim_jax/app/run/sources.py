@@ -12,7 +12,7 @@ from typing import Any
 from tim_jax import placement
 from tim_jax.app.config.run import Architecture, LoraSection, RunConfig
 from tim_jax.app.config.sections import BuiltinTask, CustomTask, DatasetTask, GymTask, part
-from tim_jax.app.run import checkpoints, folders
+from tim_jax.app.run import folders
 from tim_jax.common.errors import InputError, writing
 from tim_jax.common.inputs import expanded
 from tim_jax.model import adapters, hf
@@ -279,7 +279,7 @@ def final_model(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
     run = expanded(source)
     if (run / "config.json").is_file():
         return source
-    model, steps = run / _FOLDER, checkpoints.list_steps(run / "checkpoints")
+    model, steps = run / _FOLDER, folders.list_steps(run)
     if not model.is_dir():
         if (run / "config.toml").is_file() and (run / "checkpoints").is_dir():
             raise InputError(
