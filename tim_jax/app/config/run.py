@@ -110,6 +110,11 @@ class LoraSection:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def value(self) -> Lora:
+        """The adapters of a section without `path`."""
+        return part(Lora, self)
+
 
 class Model(Section):
     """Where the model comes from: exactly one of `path`, `preset` and `architecture`."""

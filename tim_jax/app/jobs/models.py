@@ -4,6 +4,7 @@ import hashlib
 import shutil
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,7 +71,8 @@ def export(
         numerics = config.sampler.shared_dial.numerics(Numerics())
         execution = Execution(model.config, numerics, lora=model.lora)
         params = programs.merged_program(execution)(params)
-    sources.write(folder, jax.device_get(params), model, stops, dtype=dtype or "float32")
+    made = replace(model, params=jax.device_get(params))
+    sources.write(folder, made, stops, dtype=dtype or "float32")
     return restored.step
 
 

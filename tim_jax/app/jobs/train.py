@@ -514,9 +514,9 @@ def _is_due(step: int, every: int, last: int) -> bool:
 def _export(job: Job, state: TrainState, base: Any, folder: Path, display: Display) -> None:
     merged = job.programs.merged
     params = state.params if merged is None else merged(adapters.whole(state.params, base))
-    params = placement.whole(params)
+    model = replace(job.model, params=placement.whole(params))
     stops = job.execution.sampling.stop_tokens
-    write = partial(sources.write_final, folder, params, job.model, stops, step=int(state.step))
+    write = partial(sources.write_final, folder, model, stops, step=int(state.step))
     # All wait for it: a process that has ended would end the others after five minutes.
     final = Path(job.config.run.folder, placement.led(lambda: write().name))
     display.note(f"final model, as transformers loads it: {final}")
