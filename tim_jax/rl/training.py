@@ -204,6 +204,17 @@ class Training:
         if self.turns is not None and sampler.mismatch.in_flight is not None:
             raise sampler.mismatch.in_flight.refuse("is for responses of one turn")
 
+    def check_sampler(self) -> None:
+        """Refuses entries of the dial that this sampler cannot have; compiles nothing."""
+        dial.check(self.sampler.mismatch, self.drawing)
+
+    def describe_sampler(self) -> list[str]:
+        """Lines on what the sampler does otherwise than the learner."""
+        ahead = self.sampler.max_staleness
+        early = [f"the sampler draws ahead: max_staleness {ahead}"] if ahead else []
+        lines = dial.describe(self.sampler.mismatch, self.execution.numerics)
+        return early + [f"the sampler differs: {line}" for line in lines]
+
     def check_longest(self, longest: int) -> None:
         """Refuses micro-batches of tokens that do not hold a sequence of `longest` tokens.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import jax
 
@@ -20,7 +21,7 @@ from tim_jax.mismatch import Mismatch
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Batching, Execution, Sampling, check_compiler_options
-from tim_jax.model.files import write_json
+from tim_jax.model.files import read_json, write_json
 from tim_jax.numerics import (
     GPU_EXACT_BF16,
     GPU_EXACT_F16,
@@ -61,6 +62,7 @@ _UPDATES_IN_PLACE = {"xla_disable_hlo_passes": "float-normalization-bf16"}
 # do in newer versions, and the bits are the same.
 _BARRIERS_HOLD = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 _LONG = 1024  # from this many positions on, larger key blocks cost less
+_NUMERICS = "numerics.json"
 _EVAL_ROUNDS = 4  # times as many sequences as slots are queued at a time
 
 
@@ -207,8 +209,16 @@ def kernels_used(model: ModelConfig, numerics: Iterable[Numerics]) -> dict[str, 
     return {describe(one): fitting.kernels_used(model, one) for one in numerics}
 
 
-def write_numerics(path: Path, execution: Execution, drawing: Numerics) -> None:
-    """Writes how a run's numbers are computed, by which kernels and on what, as JSON.
+def read_numerics(folder: Path) -> dict[str, Any]:
+    """What `write_numerics` wrote in a run's folder; nothing if it is not there or damaged."""
+    try:
+        return read_json(folder / _NUMERICS)
+    except InputError:
+        return {}
+
+
+def write_numerics(folder: Path, execution: Execution, drawing: Numerics) -> None:
+    """Writes how a run's numbers are computed, by which kernels and on what, into its folder.
 
     `execution` is the learner's, `drawing` the sampler's numerics.
     """
@@ -225,6 +235,7 @@ def write_numerics(path: Path, execution: Execution, drawing: Numerics) -> None:
         "processes": jax.process_count(),
         "jax": jax.__version__,
     }
+    path = folder / _NUMERICS
     with writing(path):
         write_json(path, record)
 
