@@ -28,9 +28,8 @@ from tim_jax.rl.rules import Turns
 from tim_jax.rl.training import FIELDS, TOLD, Training
 from tim_jax.rl.types import TrainState
 from tim_jax.tasks import custom
-from tim_jax.tasks.base import Environment, Example, Task
+from tim_jax.tasks.base import Environment, Example, Task, check_open
 from tim_jax.tasks.custom import user_code
-from tim_jax.tasks.dataset import check_open
 from tim_jax.tasks.environments import Here, Noted, pack
 
 _KEYS = ("prompt", "answer")
