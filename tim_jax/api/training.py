@@ -14,7 +14,7 @@ from tim_jax import corrections, placement
 from tim_jax.api.model import Model, check_jax, check_model
 from tim_jax.api.rollouts import as_prompt, has_columns, text_of
 from tim_jax.app.run import display
-from tim_jax.common import pages, waiting
+from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import check_whole, refuse_all_but, shown
 from tim_jax.corrections import Correction, Mode
@@ -64,9 +64,7 @@ class Step:
         return "\n".join([str(self), *lines])
 
     def _repr_html_(self) -> str:
-        rows = [(f"{x.reward:g}", x.prompt, x.completion, x.answer) for x in self.samples[:8]]
-        head = ("reward", "prompt", "completion", "answer")
-        return pages.paragraphs([str(self)]) + pages.html_table(pages.Table("", head, rows))
+        return display.completions_html(str(self), self.samples[:8])
 
     @cached_property
     def model(self) -> Model:
