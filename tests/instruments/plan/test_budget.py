@@ -354,14 +354,15 @@ def test_a_run_is_refused_before_a_weight_is_made(monkeypatch):
         planning.check_memory(config)
 
 
-def noting(seen):
-    """`workload.of_sampling`, of which `seen` has what it returned."""
-    make = workload.of_sampling
+def noted(patch):
+    """The steps that the budget makes of its own while the patch lasts."""
+    made = []
 
-    def made(*args, **how):
-        seen.append(make(*args, **how))
-        return seen[-1]
+    def make(*args, **fields):
+        made.append(workload.Workload(*args, **fields))
+        return made[-1]
 
+    patch.setattr(budget, "Workload", make)
     return made
 
 
@@ -372,9 +373,8 @@ def test_an_evaluation_is_refused_for_what_it_needs_itself(monkeypatch):
     config = config.model_copy(
         update={"eval": config.eval.model_copy(update={"prompts": 1, "samples": 1})}
     )
-    seen = []
     with monkeypatch.context() as patch:
-        patch.setattr(workload, "of_sampling", noting(seen))
+        seen = noted(patch)
         planning.check_evaluation(config)
     (step,) = seen
     need, _ = budget.needs(step, DEVICES)
@@ -389,10 +389,10 @@ def test_an_evaluation_is_refused_for_what_it_needs_itself(monkeypatch):
 def test_an_evaluation_of_adapters_needs_no_more_than_their_training():
     data = tomllib.loads(tiny.RUN)
     config = toml.build(data | {"lora": {}, "warmup": {"steps": 0}})
-    model, seen = planning.model_config(config), []
+    model = planning.model_config(config)
     step = planning.workload_of(config, model, tuple(jax.devices()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workload, "of_sampling", noting(seen))
+        seen = noted(patch)
         planning.check_evaluation(config)
     trained, evaluated = (budget.needs(one, DEVICES)[0].parts for one in (step, *seen))
     names = ("masters", "the adapters' base", "weights")

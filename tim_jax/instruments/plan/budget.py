@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import optax
 from jax.errors import JaxRuntimeError
 
 from tim_jax.common import waiting
@@ -27,10 +28,13 @@ from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model import parameters
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
+from tim_jax.objectives import reinforce
 from tim_jax.placement import Devices
 from tim_jax.policy import sampler
 from tim_jax.policy.scoring import shares_gradient
 from tim_jax.rl.rules import Turns
+from tim_jax.rl.training import Sampler, Training
+from tim_jax.rl.types import Learning
 
 Ways = Mapping[str, Sequence[str]]  # what was being done -> settings; "": anything else
 
@@ -281,15 +285,16 @@ def check_sampling(
     Raises:
       InputError: one line, as `check`.
     """
-    step = workloads.of_sampling(
+    training = Training(
         execution,
-        prompts=prompts,
-        samples=samples,
-        prompt_length=prompt_length,
-        batching=batching,
+        Learning(reinforce(), samples),
+        optax.identity(),
+        prompts_per_step=prompts,
+        sampler=Sampler(batching=batching),
         turns=turns,
         offload=offload,
     )
+    step = Workload(training, prompt_length=prompt_length)
     used = _used_devices(step, tuple(jax.devices()))
     kept = workloads.held(step, *workloads.laid_out(step, used))
     parts = ("masters", "the adapters' base", "weights")

@@ -10,20 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tim_jax import placement
 from tim_jax.common.types import Prompts, Rollout, make_key, route_dtype
 from tim_jax.instruments.plan.hlo import Times
 from tim_jax.model import adapters, packing
-from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
+from tim_jax.model.execution import Execution
 from tim_jax.model.weights import param_axes, parameter_shapes, weight_axes
-from tim_jax.objectives import reinforce
 from tim_jax.placement import Devices
 from tim_jax.policy import sampler
 from tim_jax.rl import programs
-from tim_jax.rl.rules import Turns
 from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import Learning, fill
 
@@ -144,29 +141,6 @@ class Workload:
     def varied(self, **changes: Any) -> "Workload":
         """The same step with other fields of its training, see `Training.varied`."""
         return replace(self, training=self.training.varied(**changes))
-
-
-def of_sampling(
-    execution: Execution,
-    *,
-    prompts: int,
-    samples: int,
-    prompt_length: int,
-    batching: Batching = ALL_AT_ONCE,
-    turns: Turns | None = None,
-    offload: bool = False,
-) -> Workload:
-    """A step that draws responses and learns the least: no optimizer's state and no reference."""
-    training = Training(
-        execution,
-        Learning(reinforce(), samples),
-        optax.identity(),
-        prompts_per_step=prompts,
-        sampler=Sampler(batching=batching),
-        turns=turns,
-        offload=offload,
-    )
-    return Workload(training, prompt_length=prompt_length)
 
 
 @dataclass(frozen=True)
