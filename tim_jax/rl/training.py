@@ -249,11 +249,11 @@ class Training:
         step = jax.jit(partial(optimizers.guarded_step, own))
         return first, step.trace(trained, first.out_info, trained, **extra)
 
-    def at_rest(self, state: Any) -> Any:
+    def at_rest(self, state: TrainState) -> TrainState:
         """A state as it waits while nothing is learnt: with `offload` in the host's memory."""
         return placement.to_host(state) if self.offload else state
 
-    def at_work(self, state: Any) -> Any:
+    def at_work(self, state: TrainState) -> TrainState:
         """The opposite of `at_rest`."""
         return placement.to_devices(state) if self.offload else state
 
