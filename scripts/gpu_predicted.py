@@ -29,7 +29,8 @@ import speed
 from setting import Setting, parameters
 from whole import Whole
 
-from tim_jax.instruments.plan import planning, roofline, topology
+from tim_jax.instruments import plan
+from tim_jax.instruments.plan import roofline, topology
 from tim_jax.instruments.plan.costs import Figures
 from tim_jax.instruments.plan.topology import Target
 
@@ -134,7 +135,7 @@ def compiled(
         return pickle.loads(file.read_bytes())
     with target.tracing():
         work = whole.workload
-    stage = planning.compile_stage(work, target, STAGES[program], LAYERS, print)
+    stage = plan.compile_stage(work, target, STAGES[program], LAYERS, print)
     made = Compiled(stage.figures, roofline.shares(work, stage.name))
     if file:
         file.parent.mkdir(exist_ok=True)

@@ -16,8 +16,8 @@ import bench_common as common
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.jobs import planning
+from tim_jax.instruments.plan import Plan
 from tim_jax.instruments.plan.comparison import COMPARED
-from tim_jax.instruments.plan.planning import Plan
 from tim_jax.instruments.study import definition, measurement, running
 from tim_jax.instruments.study.definition import Study
 

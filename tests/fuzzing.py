@@ -35,10 +35,11 @@ from tim_jax.api import diagnosing, rollouts
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.jobs import audit, models, planning, studies, train
+from tim_jax.app.jobs import audit, planning, train
 from tim_jax.app.run import assembly, folders, sources
 from tim_jax.common import machine
 from tim_jax.common.errors import ENDINGS, InputError
+from tim_jax.instruments import study as studies
 from tim_jax.instruments.study import report, running
 from tim_jax.instruments.study.definition import Study
 from tim_jax.instruments.study.gradient import BYPASS, RECOMPUTE
@@ -233,8 +234,9 @@ def stand(patch) -> None:
     def offline(*args: Any, **options: Any) -> Any:
         raise InputError("no hub can be reached from here")
 
-    def evaluated(config: RunConfig, **options: Any) -> Any:
-        return _encoded(assemble(config, **options))
+    def evaluated(config: RunConfig, *, training: bool = True, **options: Any) -> Any:
+        job = assemble(config, training=training, **options)
+        return job if training else _encoded(job)
 
     def checked(*args: Any, **options: Any) -> Any:
         check_arms(*args, **options)
@@ -243,7 +245,7 @@ def stand(patch) -> None:
     def runtime(name: str) -> Any:
         return SimpleNamespace(javascript_bundle=lambda: "")
 
-    assemble, check_arms = models.assemble, audit.ablation.check
+    assemble, check_arms = train.assemble, audit.ablation.check
     here = SimpleNamespace(tracing=nullcontext, devices=tuple(jax.devices()))
     patch.setattr(fitting, "calibrate", lambda config, numerics, **_: numerics)
     patch.setattr(hf, "snapshot_download", offline)
@@ -252,12 +254,12 @@ def stand(patch) -> None:
     patch.setattr(machine, "print_if_aborted", lambda line: nullcontext())
     patch.setattr(os, "_exit", _left)
     patch.setattr(train, "begun", lambda job, run: _encoded(job))
-    patch.setattr(models, "assemble", evaluated)
+    patch.setattr(train, "assemble", evaluated)
     patch.setattr(rollouts, "draw", began)
     patch.setattr(audit.auditing, "audit", began)
     patch.setattr(audit.ablation, "check", checked)
     patch.setattr(planning.topology, "target", lambda name: here)
-    patch.setattr(planning.planning, "make", began)
+    patch.setattr(planning.plan, "make", began)
     patch.setattr(running, "run", began)
     patch.setattr(diagnosing.verdict, "diagnose", began)
     patch.setattr(report, "importlib", SimpleNamespace(import_module=runtime))

@@ -10,11 +10,11 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from tim_jax import kernels, mismatch
 from tim_jax.common.types import Prompts, Rollout
-from tim_jax.instruments.plan.workload import PUBLISHED
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import Execution, Sampling
+from tim_jax.model.hf import PUBLISHED
 from tim_jax.model.weights import parameter_shapes
 from tim_jax.numerics import (
     GPU_EXACT_BF16,

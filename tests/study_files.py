@@ -5,7 +5,7 @@ import json
 import tiny
 
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import studies
+from tim_jax.instruments import study as studies
 from tim_jax.instruments.study import running
 from tim_jax.instruments.study.definition import Study
 

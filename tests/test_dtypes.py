@@ -412,7 +412,8 @@ WITHOUT = {
         policy.sampler.Decoding.prefill policy.sampler.Decoding.run policy.sampler.Decoding.step
         policy.sampler.draw_exactly policy.turns.Turning.begin policy.turns.Turning.decode
         policy.turns.Turning.extend
-        policy.sampler.sample policy.scoring.gradient_sums policy.scoring.of_logits
+        policy.sampler.sample policy.scoring.distributions policy.scoring.gradient_sums
+        policy.scoring.of_logits
         policy.scoring.score
     """,
 }

@@ -14,7 +14,6 @@ import tiny
 
 from tim_jax import optimizers, schedules
 from tim_jax.app.config.run import DecayFixed, DecayReactive, Optimizer
-from tim_jax.app.run import assembly
 from tim_jax.common.errors import InputError
 from tim_jax.objectives import Objective
 from tim_jax.optimizers import Decay, Rate
@@ -149,7 +148,7 @@ def test_reactive_decay_waits_for_a_surge():
 def test_reactive_decay_takes_its_detector_from_the_configuration():
     keys = {"rise": 1.5, "window": 40, "gap": 12, "hold": 8, "minimum": 10, "max_length": 64}
     section = Optimizer(length_decay=DecayReactive(kind="reactive", multiplier=2.0, **keys))
-    transform = assembly.make_optimizer(section, steps=1, max_tokens=9)
+    transform = section.chain(steps=1, max_tokens=9)
     params = jnp.ones(2, jnp.float32)
     state = transform.init(params)
     update = jax.jit(lambda state, x: transform.update(params, state, params, response_length=x)[1])
@@ -171,7 +170,7 @@ def test_lengths_are_pinned_at_the_runs_longest_response_if_nothing_else_is_said
     for keys in ({}, {"max_length": 20}):
         decay = DecayReactive(kind="reactive", **keys)
         section = Optimizer(length_decay=decay)
-        assembly.make_optimizer(section, steps=1, max_tokens=32)
+        section.chain(steps=1, max_tokens=32)
     assert [how["detector"].max_length for how in made] == [32, 20]
 
 
@@ -182,7 +181,7 @@ def test_root_of_the_effective_sample_size_scales_the_finished_update():
 
     def changes(share, **options):
         section = Optimizer(weight_decay=0.1, length_decay=decay, **options)
-        transform = assembly.make_optimizer(section, steps=1, max_tokens=8)
+        transform = section.chain(steps=1, max_tokens=8)
         known = {"response_length": jnp.float32(5.0), "effective_sample_size": share}
         path, state = run(transform, params, gradients, **known)
         moments = [x for x in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(x)]
@@ -201,7 +200,7 @@ def test_root_of_the_effective_sample_size_scales_the_finished_update():
 def test_an_update_whose_sample_size_is_not_a_number_is_skipped():
     """The loss never looks at the rollout's log-probs; what scales the step does."""
     section = Optimizer(ess_reference=1.0)
-    optimizer = assembly.make_optimizer(section, steps=1, max_tokens=8)
+    optimizer = section.chain(steps=1, max_tokens=8)
     learning = Learning(Objective(estimator="reinforce", loss="reinforce"), 1)
     params = {"table": jnp.asarray(tabular.table(1), jnp.float32)}
     zero = jnp.int32(0)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tim_jax.app.run import assembly
+from tim_jax.app.config.run import Optimizer
 from tim_jax.rl import programs
 
 
@@ -12,7 +12,7 @@ def once(patch):
     A program that was made before does not see what a test puts in the place of a part of it: the
     test changes the programs of the job that `assemble` returns instead.
     """
-    make, optimizers = assembly.make_optimizer, {}
+    make, optimizers = Optimizer.chain, {}
 
     def of_section(section, *, steps, max_tokens):
         end = None if section.schedule == "constant" else steps
@@ -21,7 +21,7 @@ def once(patch):
             optimizers[key] = make(section, steps=steps, max_tokens=max_tokens)
         return optimizers[key]  # the same functions, so that runs which have them are equal
 
-    patch.setattr(assembly, "make_optimizer", of_section)
+    patch.setattr(Optimizer, "chain", of_section)
     for name in ("build", "sampling_program", "merged_program"):
         patch.setattr(programs, name, _kept(getattr(programs, name)))
 

@@ -107,7 +107,7 @@ def test_a_saved_model_keeps_what_engines_sample_with_by_default(folder, tmp_pat
     found = json.loads((written / "generation_config.json").read_text())
     assert found == {**ids, **defaults, "eos_token_id": sorted(stops), "pad_token_id": 0}
     opened = sources.open_model(str(before))
-    sources.write(tmp_path / "of_run", loaded.params, opened, stops)
+    sources.write(tmp_path / "of_run", replace(opened, params=loaded.params), stops)
     assert json.loads((tmp_path / "of_run" / "generation_config.json").read_text()) == found
 
 

@@ -22,6 +22,7 @@ from tim_jax.app.jobs import planning, train
 from tim_jax.app.run import checkpoints, sources
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, OutOfMemoryError
+from tim_jax.instruments.plan import budget
 from tim_jax.model import fitting, hf
 from tim_jax.tasks import text
 from tim_jax.tasks.rows import read_rows
@@ -316,7 +317,7 @@ def allocated():
 def explained(fail, doing):
     with (
         pytest.raises(OutOfMemoryError) as caught,
-        planning.explaining_memory(lambda: WAYS),
+        budget.explaining_memory(lambda: WAYS),
         waiting.during(doing),
     ):
         fail()
@@ -362,14 +363,14 @@ def test_how_much_was_asked_for(message):
 def test_a_kernel_that_does_not_fit_is_helped_by_no_setting(message):
     with (
         pytest.raises(InputError, match="kernel needs more memory") as error,
-        planning.explaining_memory(lambda: WAYS),
+        budget.explaining_memory(lambda: WAYS),
     ):
         raise JaxRuntimeError(message)
     assert "\n" not in str(error.value)
 
 
 def test_other_errors_of_the_runtime_keep_their_traceback():
-    with pytest.raises(JaxRuntimeError, match="INTERNAL"), planning.explaining_memory(lambda: WAYS):
+    with pytest.raises(JaxRuntimeError, match="INTERNAL"), budget.explaining_memory(lambda: WAYS):
         raise JaxRuntimeError("INTERNAL: a fault")
 
 

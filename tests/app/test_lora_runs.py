@@ -153,7 +153,7 @@ def test_an_export_merges_as_the_runs_learner_did(tmp_path, monkeypatch):
     params = {**model.params, adapters.ADAPTERS: own}
     restored = Restored(step=1, state={"params": params}, extra={}, damaged=())
     monkeypatch.setattr(folders, "read_params", lambda *_, **__: restored)
-    monkeypatch.setattr(sources, "write", lambda folder, params, *_, **__: written.append(params))
+    monkeypatch.setattr(sources, "write", lambda _, made, *__, **___: written.append(made.params))
     models.export(str(tmp_path), str(tmp_path / "out"))
     numerics = Numerics(precision=Precision(lora="bfloat16"))
     how = {"config": model.config, "lora": model.lora, "numerics": numerics}

@@ -24,11 +24,11 @@ from tim_jax.app.jobs import audit, planning, train
 from tim_jax.app.run import assembly, checkpoints, folders
 from tim_jax.common.errors import InputError, NonFiniteError
 from tim_jax.instruments.auditing import ablation
-from tim_jax.instruments.plan.workload import PUBLISHED
 from tim_jax.kernels import pallas
-from tim_jax.model import fitting
+from tim_jax.model import fitting, hf
 from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import lean
+from tim_jax.model.hf import PUBLISHED
 from tim_jax.model.weights import parameter_shapes
 from tim_jax.numerics import Rows
 
@@ -381,7 +381,7 @@ decode = "sharded"
 
 
 def test_published_names_need_no_network(monkeypatch):
-    monkeypatch.setattr(planning.hf, "load_config", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr(hf, "load_config", lambda *_, **__: pytest.fail("asked the hub"))
     config = toml.load(ROOT / "configs" / "gsm8k_qwen3_0.6b.toml")
     found = planning.model_config(config, None)
     assert (found.model_type, found.num_layers, found.head_dim) == ("qwen3", 28, 128)
@@ -417,7 +417,7 @@ def test_an_unknown_name_is_told_which_are_known(monkeypatch):
     def unreachable(*_, **__):
         raise InputError("model 'Qwen/Qwen3-0.7B' is not reachable")
 
-    monkeypatch.setattr(planning.hf, "load_config", unreachable)
+    monkeypatch.setattr(hf, "load_config", unreachable)
     with pytest.raises(InputError) as caught:
         planning.model_config(toml.load(None, ["model={path='Qwen/Qwen3-0.7B'}"]), None)
     line = str(caught.value)

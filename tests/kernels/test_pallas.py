@@ -27,12 +27,12 @@ from interpreted import (
 from tim_jax import kernels
 from tim_jax.common.errors import InputError
 from tim_jax.instruments import auditing
-from tim_jax.instruments.plan.workload import PUBLISHED
 from tim_jax.kernels import experts, pallas, pallas_gpu, pallas_tpu
 from tim_jax.kernels.families import NATIVE
 from tim_jax.kernels.pallas_attention import block_of_step
 from tim_jax.model import fitting
 from tim_jax.model.config_file import from_hf
+from tim_jax.model.hf import PUBLISHED
 from tim_jax.numerics import (
     GPU_EXACT_BF16,
     GPU_EXACT_F16,

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tim_jax.common.errors import InputError
-from tim_jax.instruments.plan.workload import PUBLISHED as KNOWN_MODELS
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.config_file import from_hf, to_hf
+from tim_jax.model.hf import PUBLISHED as KNOWN_MODELS
 from tim_jax.model.rope import RopeConfig
 
 # As published: older layout (transformers 4), older layout with scaling, and with nulls.

@@ -18,13 +18,13 @@ from tim_jax import kernels, mismatch, objectives, optimizers
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
 from tim_jax.instruments.auditing import random_params
-from tim_jax.instruments.plan.workload import PUBLISHED
 from tim_jax.mismatch.transfer import QuantisedWeights
 from tim_jax.model import adapters, fitting, parameters, rope, transformer
 from tim_jax.model.adapters import Lora
 from tim_jax.model.config import DENSE, LatentConfig
 from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import Batching, Execution, Sampling
+from tim_jax.model.hf import PUBLISHED
 from tim_jax.numerics import GPU_EXACT_BF16, NATIVE_F32, TPU_EXACT_BF16, GpuTiles, MatmulTile
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.policy import scoring

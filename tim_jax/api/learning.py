@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tim_jax import placement
 from tim_jax.api.model import Model, check_jax, check_model
 from tim_jax.api.rollouts import Rollout, lay_out, read_rows
 from tim_jax.api.training import IN_TRAINING, Step, named, settle, start
@@ -300,10 +299,9 @@ def _step(
         for r, reward in zip(responses, rewards, strict=True)
     ]
     drawn = Drawn(rollout, samples, rewards, greedy, {}, {})
-    state = placement.to_devices(before.state) if run.offload else before.state
     with named("learn"), waiting.during(loop.UPDATING, about=waiting.COMPILES):
         state, weights, exactness, metrics = loop.learn(
-            state,
+            run.at_work(before.state),
             before.weights,
             rollout,
             jnp.asarray(rewards),
@@ -315,8 +313,7 @@ def _step(
     exactness = jax.device_get(exactness)
     if run.exact:
         loop.check_exact(exactness, before.number + 1)
-    state = replace(state, step=state.step + jnp.int32(1))
-    state = placement.to_host(state) if run.offload else state
+    state = run.at_rest(replace(state, step=state.step + jnp.int32(1)))
     metrics |= drawing.drawn_metrics(drawn, built)
     metrics |= loop.exact_metrics(exactness)
     seconds = time.perf_counter() - began

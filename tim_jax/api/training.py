@@ -14,7 +14,7 @@ from tim_jax import corrections, placement
 from tim_jax.api.model import Model, check_jax, check_model
 from tim_jax.api.rollouts import as_prompt, has_columns, text_of
 from tim_jax.app.run import display
-from tim_jax.common import pages, waiting
+from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.inputs import check_whole, refuse_all_but, shown
 from tim_jax.corrections import Correction, Mode
@@ -25,12 +25,11 @@ from tim_jax.rl import drawing, loop, programs, rules
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.programs import Programs
 from tim_jax.rl.rules import Turns
-from tim_jax.rl.training import FIELDS, Training
+from tim_jax.rl.training import FIELDS, TOLD, Training
 from tim_jax.rl.types import TrainState
 from tim_jax.tasks import custom
-from tim_jax.tasks.base import Environment, Example, Task
+from tim_jax.tasks.base import Environment, Example, Task, check_open
 from tim_jax.tasks.custom import user_code
-from tim_jax.tasks.dataset import check_open
 from tim_jax.tasks.environments import Here, Noted, pack
 
 _KEYS = ("prompt", "answer")
@@ -65,9 +64,7 @@ class Step:
         return "\n".join([str(self), *lines])
 
     def _repr_html_(self) -> str:
-        rows = [(f"{x.reward:g}", x.prompt, x.completion, x.answer) for x in self.samples[:8]]
-        head = ("reward", "prompt", "completion", "answer")
-        return pages.paragraphs([str(self)]) + pages.html_table(pages.Table("", head, rows))
+        return display.completions_html(str(self), self.samples[:8])
 
     @cached_property
     def model(self) -> Model:
@@ -484,9 +481,9 @@ def _make_run(who: str, model: Model, training: Training | None, given: dict[str
 
 def _check_optimizer(who: str, run: Training) -> None:
     """Refuses an optimizer that fails as a step calls it, and Muon for vectors."""
-    given = f"gradients, parameters, finite and {', '.join(programs.TOLD)}, but no loss"
+    given = f"gradients, parameters, finite and {', '.join(TOLD)}, but no loss"
     with user_code(f"{who}: optimizer, which is given {given},"):
-        first, _ = programs.trace_optimizer(run)
+        first, _ = run.trace_optimizer()
     _check_muon(who, first.out_info)
 
 

@@ -296,9 +296,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
-    from tim_jax.app.jobs import models
+    from tim_jax.app.jobs import train
 
-    metrics = models.evaluate_run(config, model=arguments.model)
+    metrics = train.evaluate_run(config, model=arguments.model)
     for name, value in metrics.items():
         if name.endswith("_error"):
             continue
@@ -359,15 +359,16 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 def _ablate(arguments: argparse.Namespace) -> int:
     from tim_jax.app.config import toml
-    from tim_jax.app.jobs import audit, planning
+    from tim_jax.app.jobs import audit
     from tim_jax.instruments.auditing import ablation
+    from tim_jax.instruments.plan import budget
 
     for name, value in _given(arguments, "quick", "family", "interpret", "several_tiles").items():
         if value:
             raise InputError(f"--{name.replace('_', '-')} does not go with --sampler")
     arms = ablation.alone_and_together(toml.read_dial(arguments.sampler))
     sizes = {"prompts": arguments.prompts or 32, "samples": arguments.samples or 8}
-    with planning.explaining_memory(lambda: {"": ("--prompts", "--samples", "--dtype bfloat16")}):
+    with budget.explaining_memory(lambda: {"": ("--prompts", "--samples", "--dtype bfloat16")}):
         bench = audit.make_bench(arguments.model, **sizes, dtype=arguments.dtype, arms=arms)
         result = audit.report(bench, arms)
     _write(arguments.json, result.json)
@@ -384,12 +385,12 @@ def _ablate(arguments: argparse.Namespace) -> int:
 def _study(arguments: argparse.Namespace) -> int:
     if arguments.list == (arguments.study is not None):
         raise InputError("study: name a file, or give --list for those that are shipped")
-    from tim_jax.app.jobs import studies
+    from tim_jax.instruments import study
 
     if arguments.list:
-        studies.say_shipped()
+        study.say_shipped()
     else:
-        studies.run(arguments.study, folder=arguments.folder, jobs=arguments.jobs)
+        study.run(arguments.study, folder=arguments.folder, jobs=arguments.jobs)
     return 0
 
 
@@ -397,9 +398,10 @@ def _report(arguments: argparse.Namespace) -> int:
     for folder in arguments.folders:
         if not folder.exists():
             raise InputError(f"{folder}: no such folder")
-    from tim_jax.app.jobs import studies
+    from tim_jax.instruments.study import report
 
-    studies.report(arguments.folders, out=arguments.out)
+    for path in report.write(arguments.folders, arguments.out):
+        print(path)
     return 0
 
 
@@ -445,7 +447,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         arguments.overrides = [*arguments.overrides, of_file]
     config = _config(arguments)
     from tim_jax.app.jobs import planning
-    from tim_jax.instruments.plan.planning import as_json, text
+    from tim_jax.instruments.plan import as_json, text
 
     plan = planning.plan_run(
         config,

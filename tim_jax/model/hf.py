@@ -7,12 +7,14 @@ Left out: pickled weights, quantised weights, reading or writing from several ho
 read and written by `peft`.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -51,6 +53,13 @@ _UNWANTED_FILES = ["consolidated*"]  # Mistral's weights once more, under their 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Models that come with the package; a folder of the same name goes before them.
 SHIPPED = {"tiny": Path(__file__).parents[1] / "data" / "tiny"}
+
+# Architectures by their names on the hub, so that plans need no network: of each config.json what
+# the forward computes with, and the tokens. DeepSeek-V3 has a further layer that predicts the token
+# after next, which is left out, as `transformers` leaves it out.
+PUBLISHED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    json.loads((Path(__file__).parents[1] / "data" / "known_models.json").read_text())
+)
 
 _EMBEDDING, _HEAD = NAMED["embed"].tensor, NAMED["head"].tensor
 _JOINS = "eh_proj.weight"  # which only a layer that predicts further tokens has
@@ -94,6 +103,39 @@ def _reason(error: Exception) -> str:
         return "no repository of that name, or a private one: then `hf auth login` or set HF_TOKEN"
     reason = " ".join(str(error).split()).removeprefix("(").removeprefix("Got: ")
     return reason.partition(" An error happened")[0].partition(". ")[0][:200]
+
+
+def find_architecture(name: str) -> ModelConfig:
+    """The architecture of a folder, of `PUBLISHED`, or of the config.json of a hub name alone.
+
+    Raises:
+      InputError: there is none, or it is not supported.
+    """
+    if expanded(name).exists():
+        return load_config(name)
+    if name in PUBLISHED:
+        return from_hf(PUBLISHED[name], where=name)
+    try:
+        return load_config(name, config_only=True)
+    except InputError as error:
+        names = ", ".join(PUBLISHED)
+        raise InputError(f"{error}; known without the hub are {names}") from error
+
+
+def read_architecture(file: Path, *, option: str) -> ModelConfig:
+    """The architecture of a file as config.json is one.
+
+    Args:
+      option: that named the file, for the line that says that it cannot be read.
+
+    Raises:
+      InputError: there is none, or it is not supported.
+    """
+    try:
+        values = read_json(file)
+    except InputError as error:
+        raise InputError(f"{option} {error}") from error
+    return from_hf(values, where=str(file))
 
 
 def load_config(folder_or_hub: str | os.PathLike, *, config_only: bool = False) -> ModelConfig:

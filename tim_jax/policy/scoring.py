@@ -34,6 +34,18 @@ def sequences(rollout: Rollout) -> jax.Array:
     return jnp.where(after < 0, prompt, response)
 
 
+def distributions(weights: Weights, rollout: Rollout, *, execution: Execution) -> jax.Array:
+    """f32[B, R, V], of every response token, at the execution's temperature, not truncated."""
+    tokens = sequences(rollout)
+    rows, size = rollout.responses.shape
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+    hidden, _, _ = transformer.forward(weights, tokens, positions, execution=execution)
+    index = rollout.prompt_lengths[:, None] - 1 + jnp.arange(size)[None, :]
+    before = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
+    logits = transformer.logits(weights, before.reshape(rows * size, -1), execution=execution)
+    return jax.nn.softmax(logits / execution.sampling.temperature).reshape(rows, size, -1)
+
+
 @dataclass(frozen=True)
 class Padded:
     """The sequences in B rows of Tp + R tokens.

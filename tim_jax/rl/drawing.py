@@ -29,7 +29,7 @@ from tim_jax.rl.programs import Programs
 from tim_jax.tasks import base
 from tim_jax.tasks.base import Answering, Environment, Example, History, SharedGrader, Task
 from tim_jax.tasks.bridges import Bridge, Bridged
-from tim_jax.tasks.text import check_prompts, dated, encode_prompt, uses_template
+from tim_jax.tasks.text import check_prompts, dated, encode_prompt, unread_options, uses_template
 
 SAMPLING = "sampling"  # what a wait for it, and memory that runs out in it, are called
 
@@ -69,6 +69,10 @@ class Text:
             lengths=jnp.asarray([len(prompt) for prompt in encoded], jnp.int32),
             ids=jnp.asarray(np.asarray(ids, np.int32)),
         )
+
+    def unread(self, options: Mapping[str, Any]) -> list[str]:
+        """The options of the chat template that no prompt depends on, see `unread_options`."""
+        return unread_options(self.tokenizer, options, chat_template=self.chat_template)
 
     def declaring(self, source: Answering | None) -> "Text":
         """With the tools of an environment, if there is one, in every prompt.

@@ -15,17 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tim_jax import optimizers, placement, schedules
+from tim_jax import optimizers, schedules
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, MismatchError, NonFiniteError
 from tim_jax.common.types import Rollout
 from tim_jax.model import adapters
-from tim_jax.model.execution import Execution, jit
+from tim_jax.model.execution import Batching, Execution, jit
 from tim_jax.model.parameters import with_buffers
 from tim_jax.policy import scoring
-from tim_jax.rl import drawing, episodes
+from tim_jax.rl import drawing, episodes, programs
 from tim_jax.rl.drawing import Sample, Text, graded
 from tim_jax.rl.programs import Programs
+from tim_jax.rl.rules import Turns
 from tim_jax.rl.types import Exactness, Experience, TrainState, cut_rollout, whole_lengths
 from tim_jax.tasks.base import Environment, Example, Task
 
@@ -102,14 +103,12 @@ def train(
             older.append(copied(weights))  # the next update takes the buffers of the weights
         if number + ahead <= steps:
             given = published(older[-1] if ahead else source)
-            if training.offload:
-                state = placement.to_host(state)
+            state = training.at_rest(state)
             begun.append(begin(number + ahead, given))
             del given
         # What was begun, a copy of the weights among it, is freed before the learner works.
         drawn = drawing.finish(begun.popleft())
-        if training.offload:
-            state = placement.to_devices(state)
+        state = training.at_work(state)
         drawn_at = time.perf_counter()
         with waiting.during(UPDATING, about=programs.compiling(UPDATING)):
             state, weights, exactness, metrics = learn(
@@ -506,6 +505,15 @@ def _standard_error(values: np.ndarray) -> float:
     return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
+def evaluation_program(
+    execution: Execution, *, samples: int, batching: Batching, turns: Turns | None
+) -> Callable[..., Rollout] | episodes.Programs:
+    """What `evaluate` draws by: a sampler of responses, or with `turns` one of episodes."""
+    if turns is None:
+        return programs.sampling_program(execution, samples=samples, batching=batching)
+    return episodes.build(execution, samples=samples, batching=batching, turns=turns)
+
+
 def evaluate(
     weights: Any,
     task: Task,
@@ -522,9 +530,9 @@ def evaluate(
 ) -> tuple[dict[str, float], list[Sample]]:
     """Evaluates the first `prompts` held-out problems with `samples` responses each.
 
-    `sample` is a program for `batch` prompts at a time (programs.sampling_program), or programs of
-    episodes with an `environment`; the last batch is filled up with prompts that are not counted. A
-    response is right from the reward `solved` on.
+    `sample` is a program for `batch` prompts at a time (`evaluation_program`), of episodes with an
+    `environment`; the last batch is filled up with prompts that are not counted. A response is
+    right from the reward `solved` on.
 
     Returns:
       `scores` of the rewards, the mean response length, how many answers could not be graded; and

@@ -8,10 +8,9 @@ from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tim_jax import corrections, metrics, optimizers, placement
+from tim_jax import corrections, metrics, placement
 from tim_jax.common.types import Prompts, Rollout
 from tim_jax.mismatch import dial
 from tim_jax.model import adapters, parameters
@@ -23,8 +22,6 @@ from tim_jax.rl import episodes, learner, sharded
 from tim_jax.rl.training import Training
 from tim_jax.rl.types import Exactness, Experience, Learning, Policy, TrainState, exactness
 
-# What an optimizer is told, beside gradients and parameters, and whether all is finite.
-TOLD = ("response_length", "gradient_norm", "effective_sample_size")
 # Metrics of each part of the mismatch.
 _PARTS = ("log_ratio_abs_mean", "log_ratio_abs_max", "kl_k3")
 
@@ -123,16 +120,6 @@ def build(training: Training, devices: Devices | None = None, *, foreign: bool =
     )
 
 
-def trace_optimizer(run: Training) -> tuple[Any, Any]:
-    """The optimizer's first state and its step, traced as a run calls them."""
-    trained = adapters.trained_shapes(run.execution.config, run.execution.lora)
-    extra = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in TOLD}
-    extra["finite"] = jax.ShapeDtypeStruct((), jnp.bool_)
-    first = jax.jit(partial(optimizers.first_state, run.optimizer)).trace(trained)
-    step = partial(optimizers.guarded_step, optax.with_extra_args_support(run.optimizer))
-    return first, jax.jit(step).trace(trained, first.out_info, trained, **extra)
-
-
 @dataclass(frozen=True)
 class _Asked:
     """A training, equal to any other that has the same programs."""
@@ -149,7 +136,7 @@ def build_once(training: Training, *, foreign: bool = False) -> Programs:
         *_without(training, "optimizer", "learning"),
         *_without(training.learning, "correction"),
     )
-    code = _code(*trace_optimizer(training)), _code_of_correction(training)
+    code = _code(*training.trace_optimizer()), _code_of_correction(training)
     return _kept(_Asked(settings, *code, training), foreign)
 
 

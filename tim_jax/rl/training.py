@@ -2,6 +2,7 @@
 
 import textwrap
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from math import gcd, lcm
 from operator import attrgetter
 from typing import Any
@@ -14,13 +15,16 @@ from tim_jax import optimizers, placement
 from tim_jax.common.errors import InputError, did_you_mean, ours
 from tim_jax.common.inputs import changed, changes, check_kinds, shown
 from tim_jax.mismatch import Mismatch, dial
-from tim_jax.model.adapters import Lora
+from tim_jax.model.adapters import Lora, trained_shapes
 from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution, Sampling
 from tim_jax.objectives import Objective
 from tim_jax.placement import SINGLE, Devices, Placement, check_host
 from tim_jax.rl import rules
 from tim_jax.rl.rules import Turns
 from tim_jax.rl.types import Experience, Learning, TrainState, mini_batch
+
+# What an optimizer is told, beside gradients and parameters, and whether all is finite.
+TOLD = ("response_length", "gradient_norm", "effective_sample_size")
 
 
 @dataclass(frozen=True)
@@ -200,6 +204,17 @@ class Training:
         if self.turns is not None and sampler.mismatch.in_flight is not None:
             raise sampler.mismatch.in_flight.refuse("is for responses of one turn")
 
+    def check_sampler(self) -> None:
+        """Refuses entries of the dial that this sampler cannot have; compiles nothing."""
+        dial.check(self.sampler.mismatch, self.drawing)
+
+    def describe_sampler(self) -> list[str]:
+        """Lines on what the sampler does otherwise than the learner."""
+        ahead = self.sampler.max_staleness
+        early = [f"the sampler draws ahead: max_staleness {ahead}"] if ahead else []
+        lines = dial.describe(self.sampler.mismatch, self.execution.numerics)
+        return early + [f"the sampler differs: {line}" for line in lines]
+
     def check_longest(self, longest: int) -> None:
         """Refuses micro-batches of tokens that do not hold a sequence of `longest` tokens.
 
@@ -223,6 +238,24 @@ class Training:
         self.sampler_devices(devices)
         if self.offload:
             check_host(devices)
+
+    def trace_optimizer(self) -> tuple[Any, Any]:
+        """The optimizer's first state and its step, traced as a run calls them."""
+        trained = trained_shapes(self.execution.config, self.execution.lora)
+        extra = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in TOLD}
+        extra["finite"] = jax.ShapeDtypeStruct((), jnp.bool_)
+        first = jax.jit(partial(optimizers.first_state, self.optimizer)).trace(trained)
+        own = optax.with_extra_args_support(self.optimizer)
+        step = jax.jit(partial(optimizers.guarded_step, own))
+        return first, step.trace(trained, first.out_info, trained, **extra)
+
+    def at_rest(self, state: TrainState) -> TrainState:
+        """A state as it waits while nothing is learnt: with `offload` in the host's memory."""
+        return placement.to_host(state) if self.offload else state
+
+    def at_work(self, state: TrainState) -> TrainState:
+        """The opposite of `at_rest`."""
+        return placement.to_devices(state) if self.offload else state
 
     def varied(self, **changes: Any) -> "Training":
         """Returns this run with other fields, wherever in it they are nested.

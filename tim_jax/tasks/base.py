@@ -391,6 +391,15 @@ def check_sizes(train_size: object, eval_size: object) -> None:
     check_whole("eval_size", eval_size, least=1, most=MOST_HELD_OUT)
 
 
+def check_open(prompt: Prompt, where: str) -> None:
+    """Refuses messages that the assistant has answered already."""
+    if not isinstance(prompt, str) and prompt and prompt[-1].role == "assistant":
+        raise InputError(
+            f"{where} ends with the assistant's turn, {shown(prompt[-1].content)}, so that the"
+            " prompt has its answer in it; leave that message out"
+        )
+
+
 def last_text(prompt: str | Sequence[Message]) -> str:
     """Returns a prompt's text, or that of its last message."""
     return prompt if isinstance(prompt, str) else prompt[-1].content if prompt else ""

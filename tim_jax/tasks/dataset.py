@@ -37,6 +37,7 @@ from tim_jax.tasks.base import (
     Message,
     Prompt,
     Task,
+    check_open,
     check_sizes,
     is_json,
     last_text,
@@ -299,15 +300,6 @@ def message_of(value: object, where: str) -> Message:
 def _empty(value: object) -> bool:
     """What Parquet files have where other rows have a value."""
     return value is None or (isinstance(value, str | list | dict) and not value)
-
-
-def check_open(prompt: Prompt, where: str) -> None:
-    """Refuses messages that the assistant has answered already."""
-    if not isinstance(prompt, str) and prompt and prompt[-1].role == "assistant":
-        raise InputError(
-            f"{where} ends with the assistant's turn, {shown(prompt[-1].content)}, so that the"
-            " prompt has its answer in it; leave that message out"
-        )
 
 
 def check_hidden(examples: Sequence[Example], column: str) -> None:

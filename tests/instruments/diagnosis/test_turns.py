@@ -10,8 +10,8 @@ from bpe import tokenizer
 from tim_jax.common.errors import InputError
 from tim_jax.instruments.diagnosis import readers, records
 from tim_jax.instruments.diagnosis.declared import PLAIN
+from tim_jax.instruments.diagnosis.reporting import find_breaks
 from tim_jax.instruments.diagnosis.rollouts import Response, collect
-from tim_jax.instruments.diagnosis.turns import find_breaks
 from tim_jax.instruments.diagnosis.verdict import diagnose
 
 TOKENIZER = tokenizer()

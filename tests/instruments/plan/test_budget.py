@@ -354,6 +354,18 @@ def test_a_run_is_refused_before_a_weight_is_made(monkeypatch):
         planning.check_memory(config)
 
 
+def noted(patch):
+    """The steps that the budget makes of its own while the patch lasts."""
+    made = []
+
+    def make(*args, **fields):
+        made.append(workload.Workload(*args, **fields))
+        return made[-1]
+
+    patch.setattr(budget, "Workload", make)
+    return made
+
+
 def test_an_evaluation_is_refused_for_what_it_needs_itself(monkeypatch):
     """Without optimiser, reference and older weights, and with its own number of sequences."""
     text = tiny.RUN + "\n[learner.objective]\nkl_coefficient = 0.1\n"
@@ -361,9 +373,8 @@ def test_an_evaluation_is_refused_for_what_it_needs_itself(monkeypatch):
     config = config.model_copy(
         update={"eval": config.eval.model_copy(update={"prompts": 1, "samples": 1})}
     )
-    seen = []
     with monkeypatch.context() as patch:
-        patch.setattr(budget, "check_sampling", lambda step, *_: seen.append(step))
+        seen = noted(patch)
         planning.check_evaluation(config)
     (step,) = seen
     need, _ = budget.needs(step, DEVICES)
@@ -378,10 +389,10 @@ def test_an_evaluation_is_refused_for_what_it_needs_itself(monkeypatch):
 def test_an_evaluation_of_adapters_needs_no_more_than_their_training():
     data = tomllib.loads(tiny.RUN)
     config = toml.build(data | {"lora": {}, "warmup": {"steps": 0}})
-    model, seen = planning.model_config(config), []
+    model = planning.model_config(config)
     step = planning.workload_of(config, model, tuple(jax.devices()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "check_sampling", lambda step, *_: seen.append(step))
+        seen = noted(patch)
         planning.check_evaluation(config)
     trained, evaluated = (budget.needs(one, DEVICES)[0].parts for one in (step, *seen))
     names = ("masters", "the adapters' base", "weights")
@@ -394,7 +405,7 @@ def test_parameters_on_the_host_are_there_while_weights_are_made(monkeypatch):
     monkeypatch.setattr(workload, "offloaded", lambda step, devices: step.training.offload)
     monkeypatch.setattr(budget, "_widened_bytes", lambda *_: 0)
     draw = partial(
-        planning.check_sampling,
+        budget.check_sampling,
         STEP.execution,
         prompts=1,
         samples=1,

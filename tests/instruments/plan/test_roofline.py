@@ -11,9 +11,10 @@ from tim_jax.instruments.plan import roofline, topology
 from tim_jax.instruments.plan.costs import Call, Figures, Instructions, Memory, Tile, Traffic
 from tim_jax.instruments.plan.roofline import FORMULAS, SHOWN
 from tim_jax.instruments.plan.topology import Rates, Target
-from tim_jax.instruments.plan.workload import PUBLISHED, Workload
+from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model.config_file import from_hf
 from tim_jax.model.execution import Batching, Execution, Sampling
+from tim_jax.model.hf import PUBLISHED
 from tim_jax.numerics import GPU_EXACT_BF16, TPU_EXACT_BF16
 from tim_jax.placement import SINGLE, Placement
 from tim_jax.rl.training import Sampler, Training

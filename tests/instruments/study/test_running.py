@@ -20,7 +20,6 @@ from study_files import CACHE, FILE, stated, write_run
 
 from tim_jax.app import cli
 from tim_jax.app.config import toml
-from tim_jax.app.jobs import studies
 from tim_jax.app.run import folders
 from tim_jax.common.errors import InputError
 from tim_jax.instruments import study
@@ -265,7 +264,7 @@ def test_the_example_of_the_guide_runs(file, monkeypatch, capsys):
     assert isinstance(one, Study)
     base = toml.read_toml(file.parent / one.base)
     folder = file.parent / "runs" / "studies" / "smoke"
-    made = studies.stated(one, base, folder, source="one")
+    made = study.stated(one, base, folder, source="one")
     for run in made.runs:
         write_run(run, [0.25, 0.5], metric="reward")
     monkeypatch.chdir(file.parent)
@@ -575,7 +574,7 @@ def test_a_verdict_says_the_direction():
 def test_the_shipped_studies_are_whole(capsys):
     assert cli.main(["study", "--list"]) == 0
     listed = capsys.readouterr().out
-    for path, hypothesis in studies.shipped():
+    for path, hypothesis in study.shipped():
         assert path.name in listed
         assert hypothesis in listed
         one = running.read(path)

@@ -12,6 +12,7 @@ from math import lcm, prod
 from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
+import optax
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -38,6 +39,7 @@ from tim_jax.app.config.sections import (
 )
 from tim_jax.common import inputs
 from tim_jax.common.errors import InputError
+from tim_jax.corrections import Correction
 from tim_jax.model.adapters import Lora
 from tim_jax.objectives import Objective
 from tim_jax.optimizers import AdamW, Decay, LossScale
@@ -107,6 +109,11 @@ class LoraSection:
             raise InputError("Lora: path has a rank, alpha and targets of its own; leave them out")
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def value(self) -> Lora:
+        """The adapters of a section without `path`."""
+        return part(Lora, self)
 
 
 class Model(Section):
@@ -197,6 +204,12 @@ class Optimizer(AdamW):
                 detector = part(SurgeDetector, own, max_length=own.max_length or max_tokens)
                 return Decay(multiple=multiple, floor=floor, detector=detector)
         return None
+
+    def chain(self, *, steps: int, max_tokens: int) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of a run with this many updates and responses of at most this length."""
+        end = None if self.schedule == "constant" else self.total_steps or steps
+        chain = part(AdamW, self, total_steps=end).transform(self.decay(max_tokens))
+        return chain if self.loss_scale is None else self.loss_scale.transform(chain)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +311,11 @@ class RunConfig(Section):
     def objective(self) -> Objective:
         """The objective: the preset and its changes, with the longest response filled in."""
         return self.learner.objective.value(self.sampling.longest)
+
+    @property
+    def correction(self) -> Correction:
+        """The chain of the learner's corrections."""
+        return corrections.build(self.learner.corrections)
 
     @property
     def turns(self) -> Turns | None:
@@ -416,7 +434,7 @@ class RunConfig(Section):
                 rules.Settings,
                 self.learner,
                 objective=self.objective,
-                correction=corrections.build(self.learner.corrections),
+                correction=self.correction,
                 samples=sampling.samples,
                 max_staleness=self.sampler.max_staleness,
                 slots=self.sampler.slots,

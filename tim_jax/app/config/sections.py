@@ -35,6 +35,7 @@ from tim_jax.tasks import environments
 from tim_jax.tasks.base import History
 from tim_jax.tasks.builtin import Quality
 from tim_jax.tasks.dataset import DatasetSource
+from tim_jax.tasks.guard import Limits
 
 if TYPE_CHECKING:
     from tim_jax.mismatch import Mismatch
@@ -361,6 +362,17 @@ class _Graded:
     """What is done about a chat template that rewrites earlier turns: refuse it, keep them as they
     were drawn, or cut the episode there, so that it goes on in a new row."""
 
+    def open_environment(self) -> environments.Guarded | None:
+        """The user's environment, in processes of its own, if there is one; its task closes it."""
+        if self.environment is None:
+            return None
+        return environments.Guarded(
+            self.environment,
+            seconds=self.environment_time_limit,
+            workers=self.environment_workers,
+            memory=self.environment_memory,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltinTask(_Graded):
@@ -388,6 +400,11 @@ class GymTask(_Graded):
     time_limit: Seconds = 5.0
     """CPU seconds that scoring one answer may take."""
 
+    @property
+    def limits(self) -> Limits:
+        """Of the processes that score."""
+        return Limits(self.time_limit)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetTask(DatasetSource, _Graded):
@@ -396,6 +413,16 @@ class DatasetTask(DatasetSource, _Graded):
     kind: Literal["dataset"]
     time_limit: Seconds = 5.0
     """CPU seconds that grading one answer may take."""
+
+    @property
+    def rows(self) -> DatasetSource:
+        """What is read, and from where."""
+        return part(DatasetSource, self)
+
+    @property
+    def limits(self) -> Limits:
+        """Of the processes that grade."""
+        return Limits(self.time_limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,6 +445,11 @@ class Warmup(Quality):
     batch: Count = 64
     """Prompts with completions per step."""
     learning_rate: Positive = 3e-3
+
+    @property
+    def quality(self) -> Quality:
+        """Of the completions."""
+        return part(Quality, self)
 
 
 class Evaluation(Section):

@@ -17,15 +17,14 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from tim_jax.app.config import toml
-from tim_jax.app.config.run import RunConfig
-from tim_jax.app.jobs import planning
-from tim_jax.app.run import assembly, checkpoints, folders, sources
+from tim_jax.app.run import assembly, folders, sources
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, did_you_mean
 from tim_jax.common.types import Prompts
 from tim_jax.instruments import auditing
 from tim_jax.instruments.auditing import CaseResult, GradientResult, Sizes, ablation
-from tim_jax.model import fitting, hf
+from tim_jax.instruments.plan import budget
+from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import Params
@@ -50,7 +49,7 @@ class _Audited:
 _WAYS = {"": ("--quick", "a smaller model", "fewer devices, as all are audited")}
 
 
-@planning.explaining_memory(lambda: _WAYS)
+@budget.explaining_memory(lambda: _WAYS)
 def audit_model(
     source: str,
     *,
@@ -76,7 +75,7 @@ def audit_model(
     sizes = Sizes.fitting(config)
     it = _Audited(params, config, sizes, family, interpret, dtypes, several_tiles)
     numerics = _numerics(it, fixed=not quick)
-    used = {describe(one): fitting.kernels_used(config, one) for one in numerics}
+    used = assembly.kernels_used(config, numerics)
     results = []
     cases = auditing.standard_cases(config, sizes, quick=quick)
     single = auditing.audit(params, config, numerics=numerics, sizes=sizes, cases=cases)
@@ -114,18 +113,17 @@ def _numerics(it: _Audited, *, column_tiles: int = 1, fixed: bool = False) -> li
     length = it.sizes.prompt_length + it.sizes.response_length
     numerics: list[Numerics] = []
     for dtype in it.dtypes:
-        plain = assembly.fitted_numerics(
+        make = partial(
+            assembly.make_numerics,
             it.family,
             dtype,
             it.config,
             length=length,
             column_tiles=column_tiles,
+            several_tiles=it.several_tiles,
             interpret=it.interpret,
         )
-        if it.several_tiles:
-            plain = assembly.with_several_tiles(plain)
-        batch = it.sizes.prompts * it.sizes.samples
-        measured = fitting.calibrate(it.config, plain, batch=batch, longest=length)
+        plain, measured = make(batch=None), make(batch=it.sizes.prompts * it.sizes.samples)
         numerics += [measured, plain] if fixed and measured != plain else [measured]
     return numerics
 
@@ -224,7 +222,7 @@ def make_bench(
     numerics = assembly.fitted_numerics("auto", dtype, config, length=length)
     execution = Execution(config, numerics, auditing.plain_sampling(config, sizes))
     ablation.check(arms, execution, older=False, remade=True)
-    planning.check_sampling(
+    budget.check_sampling(
         execution,
         prompts=prompts,
         samples=samples,
@@ -265,18 +263,17 @@ def _make_bench_of_run(
         chosen = text.prompts(examples, range(len(examples)))
     finally:
         task.close()
-    steps = checkpoints.list_steps(Path(source) / "checkpoints")
+    steps = folders.list_steps(source)
     if not steps:
         raise InputError(f"audit: the run {source} has no checkpoint yet")
-    older = partial(_read_older, source, config, model, steps)
+    older = partial(_read_older, source, model, steps, config.updates_per_step)
     return Bench(source, execution, older(0), chosen, samples, older, config.seed)
 
 
 def _read_older(
-    source: str, config: RunConfig, model: sources.Model, steps: Sequence[int], updates: int
+    source: str, model: sources.Model, steps: Sequence[int], per_step: int, updates: int
 ):
-    """Parameters of the checkpoint that is `updates` updates older than the newest."""
-    per_step = config.updates_per_step
+    """Parameters of the checkpoint that is `updates` older than the newest, `per_step` a step."""
     newest = max(steps)
     wanted, rest = newest - updates // per_step, updates % per_step
     if rest or wanted not in steps:

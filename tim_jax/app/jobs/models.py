@@ -1,11 +1,10 @@
-"""The jobs of `tim-jax eval`, `export` and `generate`, which take a model that is there."""
+"""The jobs of `tim-jax export` and `generate`, which take a model that is there."""
 
 import hashlib
 import shutil
-import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +13,10 @@ import jax
 from tim_jax.api import model as opening
 from tim_jax.api import rollouts
 from tim_jax.app.config import toml
-from tim_jax.app.config.run import RunConfig
-from tim_jax.app.jobs import planning
-from tim_jax.app.jobs.train import SHOWN, assemble
-from tim_jax.app.run import assembly, checkpoints, folders, sources
-from tim_jax.app.run.checkpoints import Restored
-from tim_jax.app.run.display import completion_line
+from tim_jax.app.run import assembly, folders, sources
 from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import all_fields, expanded
+from tim_jax.instruments.plan import budget
 from tim_jax.model import adapters
 from tim_jax.model.adapters import Adapter
 from tim_jax.model.config import ModelConfig
@@ -31,45 +26,6 @@ from tim_jax.placement import Placement
 from tim_jax.rl import programs
 
 _MOST_TOKENS = 64  # of a response if nothing is said: a look, not a rollout
-
-
-def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, float]:
-    """Evaluates a model on the held-out problems of `config`.
-
-    The model is the folder or hub name `model`, else the newest checkpoint of the config's run
-    folder, else the config's own model.
-    """
-    if model is not None:
-        section = config.model.model_copy(
-            update={"path": model, "preset": None, "architecture": None}
-        )
-        config = config.model_copy(update={"model": section, "lora": None})
-    with planning.explaining_memory(partial(planning.less_memory, config)):
-        return _evaluate(config, of_run=model is None)
-
-
-def _evaluate(config: RunConfig, *, of_run: bool) -> dict[str, float]:
-    planning.check_evaluation(config)
-    job = assemble(config, training=False)
-    try:
-        params, which = job.model.params, ""
-        if of_run and checkpoints.list_steps(Path(config.run.folder) / "checkpoints"):
-            restored = folders.read_params(
-                config.run.folder, params, config=job.model.config, lora=job.model.lora
-            )
-            _warn_of_damage(restored)
-            params = restored.state["params"]
-            which = f"step {restored.step} of {config.run.folder}"
-        elif of_run:
-            which = f"the config's own model, as {config.run.folder} has no checkpoint"
-        metrics, samples = job.evaluate(job.programs.prepare(params))
-        if which:
-            print(f"evaluated {which}")
-        for row in samples[:SHOWN]:
-            print(completion_line(row, width=160))
-        return metrics
-    finally:
-        job.task.close()
 
 
 def export(
@@ -104,7 +60,7 @@ def export(
     stops = assembly.stop_tokens(config, model)
     expected = {"config": model.config, "stop_tokens": stops, "lora": model.lora}
     restored = folders.read_params(run, model.params, step=step, **expected)
-    _warn_of_damage(restored)
+    restored.warn()
     params = restored.state["params"]
     if adapter and model.lora is not None:
         alone = Adapter(model.lora, jax.device_get(params[adapters.ADAPTERS]))
@@ -115,14 +71,9 @@ def export(
         numerics = config.sampler.shared_dial.numerics(Numerics())
         execution = Execution(model.config, numerics, lora=model.lora)
         params = programs.merged_program(execution)(params)
-    sources.write(folder, jax.device_get(params), model, stops, dtype=dtype or "float32")
+    made = replace(model, params=jax.device_get(params))
+    sources.write(folder, made, stops, dtype=dtype or "float32")
     return restored.step
-
-
-def _warn_of_damage(restored: Restored) -> None:
-    for step, what in restored.damaged:
-        line = f"checkpoint of step {step} is damaged: {what}; taking step {restored.step}"
-        print(line, file=sys.stderr)
 
 
 def generate(
@@ -151,13 +102,13 @@ def generate(
         `fitting.calibrate_once`; a run's own measurement serves as well.
     """
     ways = {"": ("--samples", "--max-tokens", "--dtype bfloat16, or --fsdp with more devices")}
-    with planning.explaining_memory(lambda: ways):
+    with budget.explaining_memory(lambda: ways):
         model = opening.begin(source, dtype=dtype, family=family, placement=where)
         sampling = Sampling(max_tokens or min(_MOST_TOKENS, model.most_tokens), **shape)
         request = rollouts.request(
             model, prompts, samples=samples, sampling=sampling, seed=seed, template=chat_template
         )
-        planning.check_sampling(
+        budget.check_sampling(
             model.execution(request.sampling),
             prompts=len(request.examples),
             samples=samples,

@@ -1,44 +1,31 @@
 """What a step takes: planned for devices that are not here, and checked for those that are.
 
-This is the job behind `tim-jax plan`, what commands refuse before they begin, and what they say if
-memory runs out all the same. XLA then says RESOURCE_EXHAUSTED of a device, and NumPy raises
-MemoryError of the machine; what was being done is known from the `waiting.during` around it.
+This is the job behind `tim-jax plan`, what commands refuse before they begin, and the settings that
+they name if memory runs out all the same.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 import jax
-import optax
-from jax.errors import JaxRuntimeError
 
-from tim_jax import objectives, placement
+from tim_jax import placement
 from tim_jax.app.config.run import RunConfig
-from tim_jax.app.run import assembly, checkpoints, sources
+from tim_jax.app.run import assembly, folders, sources
 from tim_jax.app.run.sources import Model
-from tim_jax.common import inputs, waiting
-from tim_jax.common.errors import InputError, OutOfMemoryError
-from tim_jax.instruments.plan import budget, planning, topology
-from tim_jax.instruments.plan.planning import Layers, Plan, Say
-from tim_jax.instruments.plan.workload import PUBLISHED, Workload
+from tim_jax.common import inputs
+from tim_jax.common.errors import InputError
+from tim_jax.instruments import plan
+from tim_jax.instruments.plan import Layers, Plan, Say, budget, topology
+from tim_jax.instruments.plan.budget import Ways
+from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model import hf
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.config_file import from_hf
-from tim_jax.model.execution import Execution
-from tim_jax.model.files import read_json
-from tim_jax.numerics import GPU_FAMILIES
 from tim_jax.placement import Devices, host_helps
 from tim_jax.rl import drawing, loop
-from tim_jax.rl.rules import Turns
-from tim_jax.rl.training import Sampler, Training
-from tim_jax.rl.types import Learning
-
-Ways = Mapping[str, Sequence[str]]  # what was being done -> settings; "": anything else
 
 
 def plan_run(
@@ -56,7 +43,7 @@ def plan_run(
     Args:
       slice_name: such as "v5e:4x4" or "h200:1".
       architecture: a config.json to take in place of the config's model.
-      layers: see `planning.make`.
+      layers: see `plan.make`.
       mean_tokens: of the responses that are learnt from; None: all are the longest.
 
     Raises:
@@ -87,19 +74,13 @@ def plan_run(
         )
     generation, _ = topology.check(slice_name)
     topology.check_devices(slice_name, config.placement.all_devices)
-    here = GPU_FAMILIES if generation.platform == "cuda" else ("pallas_tpu",)
-    family = config.numerics.family
-    if family.startswith("pallas") and family not in here:
-        raise InputError(
-            f'plan: numerics.family = "{family}" has no kernels for {generation.text};'
-            f' there it can be "{here[0]}"'
-        )
+    topology.check_family(generation, config.numerics.family)
     model = model_config(config, architecture)
     target = topology.target(slice_name)
     with target.tracing():
-        workload = workload_of(config, model, target.devices)
-    workload = replace(workload, mean_tokens=mean_tokens)
-    return planning.make(workload, target, layers=layers, searching=searching, say=say)
+        step = workload_of(config, model, target.devices)
+    step = replace(step, mean_tokens=mean_tokens)
+    return plan.make(step, target, layers=layers, searching=searching, say=say)
 
 
 def parse_layers(text: str) -> Layers:
@@ -137,25 +118,13 @@ def model_config(config: RunConfig, architecture: Path | None = None) -> ModelCo
       InputError: there is none, or it is not supported.
     """
     if architecture is not None:
-        try:
-            values = read_json(architecture)
-        except InputError as error:
-            raise InputError(f"--architecture {error}") from error
-        return from_hf(values, where=str(architecture))
+        return hf.read_architecture(architecture, option="--architecture")
     random = config.model.random_architecture
     if random is not None:
         return sources.random_config(random)
     path = config.model.path
     assert path is not None  # the section has exactly one source
-    if inputs.expanded(path).exists():
-        return hf.load_config(path)
-    if path in PUBLISHED:
-        return from_hf(PUBLISHED[path], where=path)
-    try:
-        return hf.load_config(path, config_only=True)
-    except InputError as error:
-        names = ", ".join(PUBLISHED)
-        raise InputError(f"{error}; known without the hub are {names}") from error
+    return hf.find_architecture(path)
 
 
 # Before a command begins
@@ -186,98 +155,20 @@ def _check_memory(config: RunConfig, *, evaluating: bool) -> None:
         budget.check(step, tuple(jax.devices()))
         return
     prompts, batching = assembly.batch_evaluation(config, step.execution.placement)
-    check_sampling(
+    budget.check_sampling(
         step.execution,
         prompts=prompts,
         samples=config.eval.samples,
         prompt_length=step.prompt_length,
         helps="a smaller sampler.slots, or placement.fsdp with more devices and placement.decode ="
         ' "sharded", needs less',
-        sampler=Sampler(batching=batching),
+        batching=batching,
         turns=config.turns,
         offload=True,
     )
 
 
-def check_sampling(
-    execution: Execution,
-    *,
-    prompts: int,
-    samples: int,
-    prompt_length: int,
-    helps: str,
-    sampler: Sampler | None = None,
-    turns: Turns | None = None,
-    offload: bool = False,
-) -> None:
-    """Refuses more responses at a time than the devices can hold, before a weight is read.
-
-    Args:
-      helps: what would need less, in words.
-      offload: whether the float32 parameters are in the host's memory while responses are drawn.
-    """
-    learning, nothing = Learning(objectives.reinforce(), samples), optax.identity()
-    training = Training(
-        execution,
-        learning,
-        nothing,
-        prompts_per_step=prompts,
-        sampler=sampler or Sampler(),
-        turns=turns,
-        offload=offload,
-    )
-    step = Workload(training, prompt_length=prompt_length)
-    budget.check_sampling(step, tuple(jax.devices()), helps)
-
-
 # Once memory has run out
-
-# XLA says the first of memory on a device; the others are the memory inside a GPU's or a TPU's
-# core, which a kernel's tiles must fit into.
-_OF_XLA = "RESOURCE_EXHAUSTED"
-_OF_KERNEL = ("Shared memory size limit exceeded", "CompileTimeScopedVmemOom")
-_BYTES = re.compile(r"alloc\w* (?:of )?(\d+) bytes")
-_SIZE = re.compile(r"[Aa]llocate ([\d.]+ ?[KMGTP]i?B?)\b")
-_USED = re.compile(r"Used ([\d.]+[KMGTP]?) of ([\d.]+[KMGTP]?)")  # by a TPU's compiler
-
-
-@contextmanager
-def explaining_memory(ways: Callable[[], Ways]) -> Iterator[None]:
-    """A context of a job, in which memory that runs out becomes an `OutOfMemoryError`.
-
-    Args:
-      ways: called once memory has run out; gives the settings that need less, as `less_memory`.
-
-    Raises:
-      InputError: a kernel is too large for a core of the device, which none of them changes.
-    """
-    try:
-        yield
-    except (JaxRuntimeError, MemoryError) as error:
-        if isinstance(error, JaxRuntimeError) and _OF_XLA not in str(error):
-            raise
-        if any(text in str(error) for text in _OF_KERNEL):
-            raise InputError(
-                "numerics: a kernel needs more memory than a core of this"
-                f' {jax.devices()[0].device_kind} has; family "tiles" works there, slowly'
-            ) from error
-        doing, found = waiting.task_of(error), ways()
-        said = [f"while {doing}" if doing else "", _how_much(str(error))]
-        what = ": ".join(filter(None, said)) or "on a device"
-        helps = ", ".join(found.get(doing or "", found[""]))
-        raise OutOfMemoryError(f"{what}; each of these needs less: {helps}") from error
-
-
-def _how_much(message: str) -> str:
-    """How much was asked for, as far as the message says."""
-    if found := _BYTES.search(message):
-        return f"{int(found[1]) / 1e9:.2f} GB could not be allocated"
-    if found := _SIZE.search(message):
-        return f"{found[1]} could not be allocated"
-    if found := _USED.search(message):
-        return f"the program needs {found[1]} of the device's {found[2]}"
-    return ""
-
 
 # What was being done -> keys of a run that need less memory, the better ones first.
 _KEYS: Ways = MappingProxyType(
@@ -295,6 +186,11 @@ _KEYS: Ways = MappingProxyType(
 )
 
 
+def explaining_memory(config: RunConfig) -> AbstractContextManager[None]:
+    """`budget.explaining_memory` of a run's job."""
+    return budget.explaining_memory(partial(less_memory, config))
+
+
 def less_memory(config: RunConfig) -> Ways:
     """The settings of a run that need less memory, three for each stage, with their values now.
 
@@ -302,7 +198,7 @@ def less_memory(config: RunConfig) -> Ways:
     folder, and say so.
     """
     values = _what_needs_less(config)
-    kept = checkpoints.list_steps(Path(config.run.folder) / "checkpoints")
+    kept = folders.list_steps(config.run.folder)
     free = [f"{key}." for key in config.may_change()]
 
     def bound(key: str) -> bool:

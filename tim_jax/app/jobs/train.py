@@ -1,6 +1,6 @@
 """The training job: assembled from its configuration, checked, opened or resumed, and followed.
 
-An evaluation assembles the same job, without what only training needs.
+The job of `tim-jax eval` is the same, without what only training needs.
 
 If there are several processes, each runs this with the same config; see `placement`.
 """
@@ -19,29 +19,26 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tim_jax import mismatch, placement
+from tim_jax import placement
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
 from tim_jax.app.jobs import planning
 from tim_jax.app.run import assembly, charts, checkpoints, folders, loggers, sources
-from tim_jax.app.run.display import Display, RewardWatch
+from tim_jax.app.run.display import Display, RewardWatch, completion_line
 from tim_jax.app.run.folders import Run
 from tim_jax.app.run.sources import Model
 from tim_jax.common import waiting
 from tim_jax.common.errors import InputError, MismatchError, NonFiniteError, PreemptedError
 from tim_jax.common.machine import Preemption
-from tim_jax.common.types import Rollout
 from tim_jax.model import adapters
 from tim_jax.model.execution import Execution
-from tim_jax.model.files import read_json
 from tim_jax.placement import SINGLE
-from tim_jax.rl import drawing, episodes, loop, programs
+from tim_jax.rl import drawing, loop, programs
 from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.loop import Step
 from tim_jax.rl.types import TrainState
 from tim_jax.tasks.base import Environment, Task
 from tim_jax.tasks.environments import Recorded
-from tim_jax.tasks.text import unread_options
 
 _EVAL_KEY = 0
 _SOME = 64  # prompts that are looked at among those that are made one by one
@@ -78,7 +75,7 @@ def assemble(config: RunConfig, *, measured: Path | None = None, training: bool 
         # Before the machine is measured, which may take minutes.
         unmeasured = assembly.make_execution(config, model, devices=tuple(jax.devices()))
         planned = assembly.make_training(config, unmeasured)
-        mismatch.check(planned.sampler.mismatch, planned.drawing)
+        planned.check_sampler()
         execution = assembly.make_execution(config, model, measured=measured)
         model = sources.with_params(model, config)
         environment = _environment(config, execution, task, text)
@@ -147,11 +144,9 @@ def evaluator(job: Job) -> Callable[[Any], tuple[dict[str, float], list[Sample]]
     batch, batching = assembly.batch_evaluation(config, execution.placement)
     sampling = replace(execution.sampling, temperature=section.temperature, top_k=0, top_p=1.0)
     own = replace(execution, sampling=sampling)
-    how: Any = {"samples": section.samples, "batching": batching}
-    if (turns := config.turns) is not None:
-        sample = episodes.build(own, turns=turns, **how)
-    else:
-        sample = programs.sampling_program(own, **how)
+    sample = loop.evaluation_program(
+        own, samples=section.samples, batching=batching, turns=config.turns
+    )
     return partial(
         loop.evaluate,
         task=job.task,
@@ -167,6 +162,45 @@ def evaluator(job: Job) -> Callable[[Any], tuple[dict[str, float], list[Sample]]
     )
 
 
+def evaluate_run(config: RunConfig, *, model: str | None = None) -> dict[str, float]:
+    """Evaluates a model on the held-out problems of `config`.
+
+    The model is the folder or hub name `model`, else the newest checkpoint of the config's run
+    folder, else the config's own model.
+    """
+    if model is not None:
+        section = config.model.model_copy(
+            update={"path": model, "preset": None, "architecture": None}
+        )
+        config = config.model_copy(update={"model": section, "lora": None})
+    with planning.explaining_memory(config):
+        return _evaluate(config, of_run=model is None)
+
+
+def _evaluate(config: RunConfig, *, of_run: bool) -> dict[str, float]:
+    planning.check_evaluation(config)
+    job = assemble(config, training=False)
+    try:
+        params, which = job.model.params, ""
+        if of_run and folders.list_steps(config.run.folder):
+            restored = folders.read_params(
+                config.run.folder, params, config=job.model.config, lora=job.model.lora
+            )
+            restored.warn()
+            params = restored.state["params"]
+            which = f"step {restored.step} of {config.run.folder}"
+        elif of_run:
+            which = f"the config's own model, as {config.run.folder} has no checkpoint"
+        metrics, samples = job.evaluate(job.programs.prepare(params))
+        if which:
+            print(f"evaluated {which}")
+        for row in samples[:SHOWN]:
+            print(completion_line(row, width=160))
+        return metrics
+    finally:
+        job.task.close()
+
+
 def train_run(config: RunConfig) -> Path:
     """Runs (or resumes) the training job of `config`; returns the run folder.
 
@@ -174,7 +208,7 @@ def train_run(config: RunConfig) -> Path:
       InputError, MismatchError, NonFiniteError, PreemptedError, OutOfMemoryError: one clear line
         each; what was written stays.
     """
-    with planning.explaining_memory(partial(planning.less_memory, config)):
+    with planning.explaining_memory(config):
         _train(config)
     return Path(config.run.folder)
 
@@ -217,7 +251,7 @@ def check_resumed(config: RunConfig) -> None:
     older weights, which are kept as they are multiplied, in other tiles.
     """
     folder = Path(config.run.folder)
-    steps = checkpoints.list_steps(folder / "checkpoints")
+    steps = folders.list_steps(folder)
     if not steps:
         return
     before, now = _family_before(folder), assembly.family_here(config.numerics.family)
@@ -244,16 +278,8 @@ def check_resumed(config: RunConfig) -> None:
 
 def _family_before(folder: Path) -> str:
     """The family in numerics.json; runs of older versions have it in their config only."""
-    config = tomllib.loads(folders.read_config(folder))
-    return _read_numerics(folder).get("family") or config.get("numerics", {}).get("family", "auto")
-
-
-def _read_numerics(folder: Path) -> dict[str, Any]:
-    """What numerics.json says; nothing if it is not there or damaged."""
-    try:
-        return read_json(folder / "numerics.json")
-    except InputError:
-        return {}
+    section = tomllib.loads(folders.read_config(folder)).get("numerics", {})
+    return assembly.read_numerics(folder).get("family") or section.get("family", "auto")
 
 
 class Start(NamedTuple):
@@ -291,10 +317,10 @@ def begun(job: Job, run: Run) -> tuple[Job, Start]:
         placement.agree(json.dumps(mark), "its model, its dataset, its prompts or its base weights")
         kept = run.restore(jax.tree.map(_shape_of, _make_contents(job)), mark)
         contents, step = (_make_contents(job), -1) if kept is None else (kept.state, kept.step)
-        before = _read_numerics(run.folder)
+        before = assembly.read_numerics(run.folder)
         if placement.leads():
             drawing = job.programs.training.sampler.mismatch.numerics(job.execution.numerics)
-            assembly.write_numerics(run.folder / "numerics.json", job.execution, drawing)
+            assembly.write_numerics(run.folder, job.execution, drawing)
         base = None if base is None else job.programs.place(base)
         notes = [*job.task.notes, *_describe_resumption(run, kept, before), *_describe_run(job)]
     except BaseException:
@@ -322,7 +348,7 @@ def _describe_resumption(
         return []
     damaged = [f"checkpoint of step {step} is damaged: {what}" for step, what in kept.damaged]
     changes = f" with other settings: {'; '.join(map(str, run.changed))}" if run.changed else ""
-    now = _read_numerics(run.folder)
+    now = assembly.read_numerics(run.folder)
     others = [
         f"{key} was {before[key]}, now {now.get(key)}"
         for key in ("jax", "device", "numerics")
@@ -345,16 +371,11 @@ def _make_contents(job: Job) -> checkpoints.State:
 
 def _describe_run(job: Job) -> list[str]:
     """Lines about what is ignored, what is trained, and how the sampler differs."""
-    sampler = job.programs.training.sampler
-    lines = mismatch.describe(sampler.mismatch, job.execution.numerics)
     lora = job.execution.lora
     adapted = [] if lora is None else [adapters.describe(job.execution.config, lora)]
-    ahead = sampler.max_staleness
-    early = [f"the sampler draws ahead: max_staleness {ahead}"] if ahead else []
-    text, options = job.text, job.config.model.template_options
-    unread = unread_options(text.tokenizer, options, chat_template=text.chat_template)
+    unread = job.text.unread(job.config.model.template_options)
     ignored = [f"model.template_options.{name}: no prompt depends on it" for name in unread]
-    return ignored + adapted + early + [f"the sampler differs: {line}" for line in lines]
+    return ignored + adapted + job.programs.training.describe_sampler()
 
 
 def follow(job: Job, run: Run, before: Start) -> None:
@@ -475,9 +496,9 @@ def _is_due(step: int, every: int, last: int) -> bool:
 def _export(job: Job, state: TrainState, base: Any, folder: Path, display: Display) -> None:
     merged = job.programs.merged
     params = state.params if merged is None else merged(adapters.whole(state.params, base))
-    params = placement.whole(params)
+    model = replace(job.model, params=placement.whole(params))
     stops = job.execution.sampling.stop_tokens
-    write = partial(sources.write_final, folder, params, job.model, stops, step=int(state.step))
+    write = partial(sources.write_final, folder, model, stops, step=int(state.step))
     # All wait for it: a process that has ended would end the others after five minutes.
     final = Path(job.config.run.folder, placement.led(lambda: write().name))
     display.note(f"final model, as transformers loads it: {final}")
@@ -491,9 +512,17 @@ def _start_warm(job: Job, before: Any, display: Display, preemption: Preemption)
     """
     warmup = job.config.warmup
     display.note(f"warm start: {warmup.steps} supervised steps on {job.task.name}")
+    batches = (
+        loop.demonstrations(
+            sources.worked_solutions(job.config, job.task, start=start, count=warmup.batch),
+            job.text,
+            response_size=job.config.sampling.longest,
+        )
+        for start in itertools.count(step=warmup.batch)
+    )
     started = loop.warm_start(
         placement.whole(before),
-        _demonstrations(job),
+        batches,
         execution=_warm_execution(job),
         learning_rate=warmup.learning_rate,
         steps=warmup.steps,
@@ -513,14 +542,6 @@ def _unless_asked(steps: Iterable[Any], last: int, preemption: Preemption) -> It
                 " kept; the same command begins it anew"
             )
         yield item
-
-
-def _demonstrations(job: Job) -> Iterator[Rollout]:
-    """Yields batches of worked solutions, without end."""
-    config, size = job.config, job.config.warmup.batch
-    for start in itertools.count(step=size):
-        pairs = sources.worked_solutions(config, job.task, start=start, count=size)
-        yield loop.demonstrations(pairs, job.text, response_size=config.sampling.longest)
 
 
 def _warm_execution(job: Job) -> Execution:

@@ -3,16 +3,16 @@
 Its numerics are the family of kernels, tiles that fit the model, and what was measured.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import jax
-import optax
 
-from tim_jax import corrections, mismatch, optimizers
-from tim_jax.app.config.run import Optimizer, RunConfig
+from tim_jax import mismatch
+from tim_jax.app.config.run import RunConfig
 from tim_jax.app.config.sections import part
 from tim_jax.app.run.sources import Model
 from tim_jax.common.errors import InputError, writing
@@ -21,7 +21,7 @@ from tim_jax.mismatch import Mismatch
 from tim_jax.model import fitting
 from tim_jax.model.config import ModelConfig
 from tim_jax.model.execution import Batching, Execution, Sampling, check_compiler_options
-from tim_jax.model.files import write_json
+from tim_jax.model.files import read_json, write_json
 from tim_jax.numerics import (
     GPU_EXACT_BF16,
     GPU_EXACT_F16,
@@ -62,6 +62,7 @@ _UPDATES_IN_PLACE = {"xla_disable_hlo_passes": "float-normalization-bf16"}
 # do in newer versions, and the bits are the same.
 _BARRIERS_HOLD = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 _LONG = 1024  # from this many positions on, larger key blocks cost less
+_NUMERICS = "numerics.json"
 _EVAL_ROUNDS = 4  # times as many sequences as slots are queued at a time
 
 
@@ -156,6 +157,7 @@ def make_numerics(
     measured: Path | None = None,
     shared: Mismatch = mismatch.EXACT,
     several_tiles: bool = False,
+    interpret: bool = False,
 ) -> Numerics:
     """The same, and on a CPU with row ranges measured for decode batches of about `batch` rows;
     None: without. `measured` is the file that keeps these, if any. `shared` are differences of the
@@ -164,7 +166,9 @@ def make_numerics(
     Raises:
       InputError: as `fitted_numerics` and `with_several_tiles`.
     """
-    fixed = fitted_numerics(family, dtype, model, length=length, column_tiles=column_tiles)
+    fixed = fitted_numerics(
+        family, dtype, model, length=length, column_tiles=column_tiles, interpret=interpret
+    )
     if several_tiles:
         fixed = with_several_tiles(fixed)
     both = shared.numerics(fixed)
@@ -200,8 +204,21 @@ def with_several_tiles(numerics: Numerics) -> Numerics:
     return replace(numerics, gpu=replace(numerics.gpu, matmul=MOSAIC_GPU_BF16_SEVERAL_TILES.matmul))
 
 
-def write_numerics(path: Path, execution: Execution, drawing: Numerics) -> None:
-    """Writes how a run's numbers are computed, by which kernels and on what, as JSON.
+def kernels_used(model: ModelConfig, numerics: Iterable[Numerics]) -> dict[str, tuple[str, ...]]:
+    """The names of the kernels that a model has under each of these, by `describe`."""
+    return {describe(one): fitting.kernels_used(model, one) for one in numerics}
+
+
+def read_numerics(folder: Path) -> dict[str, Any]:
+    """What `write_numerics` wrote in a run's folder; nothing if it is not there or damaged."""
+    try:
+        return read_json(folder / _NUMERICS)
+    except InputError:
+        return {}
+
+
+def write_numerics(folder: Path, execution: Execution, drawing: Numerics) -> None:
+    """Writes how a run's numbers are computed, by which kernels and on what, into its folder.
 
     `execution` is the learner's, `drawing` the sampler's numerics.
     """
@@ -218,6 +235,7 @@ def write_numerics(path: Path, execution: Execution, drawing: Numerics) -> None:
         "processes": jax.process_count(),
         "jax": jax.__version__,
     }
+    path = folder / _NUMERICS
     with writing(path):
         write_json(path, record)
 
@@ -297,16 +315,6 @@ def batch_evaluation(config: RunConfig, where: Placement) -> tuple[int, Batching
     return batch, replace(config.sampler.batching, slots=slots).rounded(where.shards)
 
 
-def make_optimizer(
-    section: Optimizer, *, steps: int, max_tokens: int
-) -> optax.GradientTransformationExtraArgs:
-    """The chain of a run with this many updates and responses of at most this length."""
-    end = None if section.schedule == "constant" else section.total_steps or steps
-    own = part(optimizers.AdamW, section, total_steps=end)
-    chain = own.transform(section.decay(max_tokens))
-    return chain if section.loss_scale is None else section.loss_scale.transform(chain)
-
-
 def make_learning(config: RunConfig) -> Learning:
     """Returns how rollouts become gradients: objective, mode, corrections, micro-batches."""
     return part(
@@ -314,7 +322,7 @@ def make_learning(config: RunConfig) -> Learning:
         config.learner,
         objective=config.objective,
         samples=config.sampling.samples,
-        correction=corrections.build(config.learner.corrections),
+        correction=config.correction,
     )
 
 
@@ -333,7 +341,7 @@ def make_training(config: RunConfig, execution: Execution) -> Training:
         config.learner,
         execution=execution,
         learning=make_learning(config),
-        optimizer=make_optimizer(config.optimizer, steps=config.updates, max_tokens=longest),
+        optimizer=config.optimizer.chain(steps=config.updates, max_tokens=longest),
         turns=config.turns,
         sampler=sampler,
         exact=config.exact == "required",

@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -64,6 +65,12 @@ class Restored:
     state: dict[str, Any]
     extra: dict[str, Any]
     damaged: tuple[tuple[int, str], ...] = ()
+
+    def warn(self) -> None:
+        """Says on standard error which checkpoints were skipped, a line each."""
+        for step, what in self.damaged:
+            line = f"checkpoint of step {step} is damaged: {what}; taking step {self.step}"
+            print(line, file=sys.stderr)
 
 
 class Checkpoints:

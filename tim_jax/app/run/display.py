@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tim_jax.app.run.loggers import scalars
-from tim_jax.common import errors
+from tim_jax.common import errors, pages
 from tim_jax.common.errors import InputError
 from tim_jax.rl.drawing import Sample, all_failed
 from tim_jax.rl.loop import Step
@@ -282,6 +282,13 @@ def completion_line(row: Sample, *, width: int) -> str:
     right = room - len(prompt)
     response = response if len(response) <= right else "…" + response[len(response) - right + 1 :]
     return f"{head}{prompt} → {response}"
+
+
+def completions_html(line: str, samples: Iterable[Sample]) -> str:
+    """A line, and under it a table of completions with their rewards."""
+    rows = [(f"{x.reward:g}", x.prompt, x.completion, x.answer) for x in samples]
+    head = ("reward", "prompt", "completion", "answer")
+    return pages.paragraphs([line]) + pages.html_table(pages.Table("", head, rows))
 
 
 def _completion_text(row: Sample, *, width: int) -> Text:

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,12 @@ def read_start(folder: Path) -> str | None:
             f'{path}: "{_TIME}" must be a date and time such as "2026-03-01T12:00:00", found'
             f" {shown(time)}"
         ) from None
+
+
+def start_time(folder: Path) -> datetime:
+    """When a run began, as process 0 reads it in its folder; now if nothing says so."""
+    began = placement.led(partial(read_start, folder))
+    return datetime.now() if began is None else datetime.fromisoformat(began)
 
 
 LINE_FILES = ("metrics", "timing", "samples")
@@ -386,6 +393,11 @@ def finished(folder: str | os.PathLike[str]) -> bool:
         return False
     done = checkpoints.list_steps(Path(folder) / "checkpoints")
     return bool(done) and isinstance(steps, int) and max(done) >= steps
+
+
+def list_steps(folder: str | os.PathLike[str]) -> list[int]:
+    """The steps of a run's checkpoints, ascending."""
+    return checkpoints.list_steps(Path(folder) / "checkpoints")
 
 
 def read_checkpoint(

@@ -4,15 +4,11 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tim_jax import placement
 from tim_jax.app.config.run import Architecture, LoraSection, RunConfig
-from tim_jax.app.config.sections import BuiltinTask, CustomTask, DatasetTask, GymTask, part
-from tim_jax.app.run import checkpoints, folders
+from tim_jax.app.run import folders
 from tim_jax.common.errors import InputError, writing
 from tim_jax.common.inputs import expanded
 from tim_jax.model import adapters, hf
@@ -20,13 +16,10 @@ from tim_jax.model.adapters import Lora
 from tim_jax.model.config import ModelConfig, check_stop_tokens
 from tim_jax.model.files import load_tokenizer, read_json, write_json
 from tim_jax.model.parameters import init_params
-from tim_jax.model.weights import Params
 from tim_jax.rl.drawing import Text
 from tim_jax.tasks import builtin, custom
 from tim_jax.tasks.base import Grader, Task, in_turns
-from tim_jax.tasks.dataset import DatasetSource, MathGrader, dataset_task, gym_task, state_text
-from tim_jax.tasks.environments import Guarded
-from tim_jax.tasks.guard import Limits
+from tim_jax.tasks.dataset import MathGrader, dataset_task, gym_task, state_text
 from tim_jax.tasks.text import character_tokenizer
 
 
@@ -132,22 +125,16 @@ def make_lora(section: LoraSection | None, model: ModelConfig) -> Lora | None:
     """
     if section is None:
         return None
-    lora = part(Lora, section) if section.path is None else adapters.load_config(section.path)
+    lora = section.value if section.path is None else adapters.load_config(section.path)
     adapters.targets(model, lora)
     return lora
 
 
 def make_task(config: RunConfig) -> Task:
     """Returns the task of a config, with the user's own environment or reward if it names one."""
-    section = config.task
-    if section.environment is None:
+    environment = config.task.open_environment()
+    if environment is None:
         return _make_graded(config)
-    environment = Guarded(
-        section.environment,
-        seconds=section.environment_time_limit,
-        workers=section.environment_workers,
-        memory=section.environment_memory,
-    )
     try:
         return replace(_make_graded(config), environment=environment)
     except BaseException:
@@ -158,10 +145,9 @@ def make_task(config: RunConfig) -> Task:
 def _make_graded(config: RunConfig) -> Task:
     section = config.task
     if section.kind == "dataset":
-        source = part(DatasetSource, section)
         if section.environment is not None:
-            return dataset_task(source, in_turns, state_text)
-        return dataset_task(source, _load_reward(section) or MathGrader(Limits(section.time_limit)))
+            return dataset_task(section.rows, in_turns, state_text)
+        return dataset_task(section.rows, _load_reward(config) or MathGrader(section.limits))
     if section.kind == "builtin":
         task = builtin.builtin_task(section.name, {"seed": config.seed, **section.parameters})
     elif section.kind == "gym":
@@ -171,14 +157,14 @@ def _make_graded(config: RunConfig) -> Task:
             seed=section.seed,
             train_size=section.train_size,
             eval_size=section.eval_size,
-            limits=Limits(seconds=section.time_limit),
+            limits=section.limits,
         )
     elif section.reward_in_process:
         task = custom.make_task(section.factory, section.parameters)
     else:
         limit = section.reward_time_limit
         task = custom.isolated_task(section.factory, section.parameters, seconds=limit)
-    grade = _load_reward(section)
+    grade = _load_reward(config)
     return replace(task, grade=grade) if grade else task
 
 
@@ -186,11 +172,13 @@ def worked_solutions(
     config: RunConfig, task: Task, *, start: int, count: int
 ) -> list[tuple[str, str]]:
     """Prompts with completions that the warm start of a run learns from, from number `start` on."""
-    quality = part(builtin.Quality, config.warmup)
-    return builtin.supervised(task, quality, seed=config.seed, start=start, count=count)
+    return builtin.supervised(
+        task, config.warmup.quality, seed=config.seed, start=start, count=count
+    )
 
 
-def _load_reward(section: BuiltinTask | GymTask | DatasetTask | CustomTask) -> Grader | None:
+def _load_reward(config: RunConfig) -> Grader | None:
+    section = config.task
     if section.reward is None:
         return None
     if section.reward_in_process:
@@ -203,45 +191,37 @@ def make_text(config: RunConfig, model: Model, *, run: Path) -> Text:
 
     `run`: the folder that says when the run began.
     """
-    began = placement.led(partial(folders.read_start, run))
     template = {"on": True, "off": False, "auto": "auto"}[config.model.chat_template]
     return Text(
         tokenizer=model.tokenizer,
         max_prompt_length=config.sampling.max_prompt_length,
         chat_template=template,
         template_options=tuple(config.model.template_options.items()),
-        now=datetime.now() if began is None else datetime.fromisoformat(began),
+        now=folders.start_time(run),
     )
 
 
 def write(
-    folder: str | Path,
-    params: Params,
-    model: Model,
-    stops: Iterable[int],
-    *,
-    dtype: str = "float32",
+    folder: str | Path, model: Model, stops: Iterable[int], *, dtype: str = "float32"
 ) -> None:
-    """Writes a model, with these weights on the host and tokens that end a response.
+    """Writes a model, whose weights are on the host, and these tokens as those that end a response.
 
     Raises:
       InputError: it cannot be written.
     """
     tokenizer = model.tokenizer
     made = hf.generation_config(model.config, tokenizer, stops, model.generation)
-    hf.save(folder, params, model.config, tokenizer=tokenizer, generation=made, dtype=dtype)
+    hf.save(folder, model.params, model.config, tokenizer=tokenizer, generation=made, dtype=dtype)
 
 
 _FOLDER, _STEP = "model", "training_step.json"  # the second beside the model's own files
 
 
-def write_final(
-    run: Path, params: Params, model: Model, stops: Iterable[int], *, step: int
-) -> Path:
+def write_final(run: Path, model: Model, stops: Iterable[int], *, step: int) -> Path:
     """Writes the final model, and then removes that of an earlier end of the run.
 
     Args:
-      params: its weights, on the host.
+      model: its weights are on the host.
       stops: tokens that end a response.
       step: that the weights are of.
 
@@ -251,7 +231,7 @@ def write_final(
     final, new, old = run / _FOLDER, run / ".model.new", run / ".model.old"
     for left in (new, old, *run.glob(f".{new.name}.*")):  # the last: of a save that was killed
         shutil.rmtree(left, ignore_errors=True)
-    write(new, params, model, stops)
+    write(new, model, stops)
     with writing(final):
         write_json(new / _STEP, {"step": step})
         if final.exists():
@@ -279,7 +259,7 @@ def final_model(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
     run = expanded(source)
     if (run / "config.json").is_file():
         return source
-    model, steps = run / _FOLDER, checkpoints.list_steps(run / "checkpoints")
+    model, steps = run / _FOLDER, folders.list_steps(run)
     if not model.is_dir():
         if (run / "config.toml").is_file() and (run / "checkpoints").is_dir():
             raise InputError(

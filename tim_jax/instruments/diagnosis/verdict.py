@@ -31,9 +31,8 @@ from tim_jax.instruments.diagnosis.explanations import (
     sizes_of,
 )
 from tim_jax.instruments.diagnosis.parts import Part
-from tim_jax.instruments.diagnosis.reporting import reporting
+from tim_jax.instruments.diagnosis.reporting import Break, find_breaks, reporting
 from tim_jax.instruments.diagnosis.rollouts import Response
-from tim_jax.instruments.diagnosis.turns import Break, find_breaks
 from tim_jax.instruments.diagnosis.variants import Candidate, Variant
 from tim_jax.mismatch import Entry
 

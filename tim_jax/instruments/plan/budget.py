@@ -2,27 +2,41 @@
 
 The estimate counts what is large and certain, and leaves out what a compiler may add. It is meant
 to refuse what cannot run, in one line and at once; `tim-jax plan` compiles and is exact.
+
+If memory runs out all the same, XLA says RESOURCE_EXHAUSTED of a device, and NumPy raises
+MemoryError of the machine; what was being done is known from the `waiting.during` around it.
 """
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import optax
+from jax.errors import JaxRuntimeError
 
-from tim_jax.common.errors import InputError
+from tim_jax.common import waiting
+from tim_jax.common.errors import InputError, OutOfMemoryError
 from tim_jax.instruments.plan import workload as workloads
 from tim_jax.instruments.plan.workload import Workload
 from tim_jax.model import parameters
 from tim_jax.model.config import ModelConfig
-from tim_jax.model.execution import Execution
+from tim_jax.model.execution import ALL_AT_ONCE, Batching, Execution
+from tim_jax.objectives import reinforce
 from tim_jax.placement import Devices
 from tim_jax.policy import sampler
 from tim_jax.policy.scoring import shares_gradient
+from tim_jax.rl.rules import Turns
+from tim_jax.rl.training import Sampler, Training
+from tim_jax.rl.types import Learning
+
+Ways = Mapping[str, Sequence[str]]  # what was being done -> settings; "": anything else
 
 _GIB = 2**30
 _MARGIN = 1.05  # an estimate may be so much too high, so what is near the limit may try
@@ -251,20 +265,41 @@ def check(workload: Workload, devices: Devices, *, most: int | None = None) -> N
     raise InputError(_too_much(need, used, most, helps))
 
 
-def check_sampling(workload: Workload, devices: Devices, helps: str) -> None:
-    """Refuses responses that the devices cannot hold while they are sampled.
+def check_sampling(
+    execution: Execution,
+    *,
+    prompts: int,
+    samples: int,
+    prompt_length: int,
+    helps: str,
+    batching: Batching = ALL_AT_ONCE,
+    turns: Turns | None = None,
+    offload: bool = False,
+) -> None:
+    """Refuses more responses at a time than the devices here can hold, before a weight is read.
 
     Args:
       helps: what would need less, in words.
+      offload: whether the float32 parameters are in the host's memory while responses are drawn.
 
     Raises:
       InputError: one line, as `check`.
     """
-    used = _used_devices(workload, devices)
-    kept = workloads.held(workload, *workloads.laid_out(workload, used))
+    training = Training(
+        execution,
+        Learning(reinforce(), samples),
+        optax.identity(),
+        prompts_per_step=prompts,
+        sampler=Sampler(batching=batching),
+        turns=turns,
+        offload=offload,
+    )
+    step = Workload(training, prompt_length=prompt_length)
+    used = _used_devices(step, tuple(jax.devices()))
+    kept = workloads.held(step, *workloads.laid_out(step, used))
     parts = ("masters", "the adapters' base", "weights")
     made = Need("weights", {name: kept[name] for name in parts})
-    need = max(made, needs(workload, used)[0], key=lambda need: need.total)
+    need = max(made, needs(step, used)[0], key=lambda need: need.total)
     most = _shared_capacity(used)
     if most is not None and need.total > _MARGIN * most:
         raise InputError(_too_much(need, used, most, helps))
@@ -449,3 +484,52 @@ def _learner_advice(workload: Workload) -> Iterator[str]:
     if workload.full_rows > shards:
         key, unit = workload.micro_batch
         yield f"{key} = {shards * unit}: one sequence a device at a time"
+
+
+# Once memory has run out
+
+# XLA says the first of memory on a device; the others are the memory inside a GPU's or a TPU's
+# core, which a kernel's tiles must fit into.
+_OF_XLA = "RESOURCE_EXHAUSTED"
+_OF_KERNEL = ("Shared memory size limit exceeded", "CompileTimeScopedVmemOom")
+_BYTES = re.compile(r"alloc\w* (?:of )?(\d+) bytes")
+_SIZE = re.compile(r"[Aa]llocate ([\d.]+ ?[KMGTP]i?B?)\b")
+_USED = re.compile(r"Used ([\d.]+[KMGTP]?) of ([\d.]+[KMGTP]?)")  # by a TPU's compiler
+
+
+@contextmanager
+def explaining_memory(ways: Callable[[], Ways]) -> Iterator[None]:
+    """A context of a job, in which memory that runs out becomes an `OutOfMemoryError`.
+
+    Args:
+      ways: called once memory has run out; gives the settings that need less, best ones first.
+
+    Raises:
+      InputError: a kernel is too large for a core of the device, which none of them changes.
+    """
+    try:
+        yield
+    except (JaxRuntimeError, MemoryError) as error:
+        if isinstance(error, JaxRuntimeError) and _OF_XLA not in str(error):
+            raise
+        if any(text in str(error) for text in _OF_KERNEL):
+            raise InputError(
+                "numerics: a kernel needs more memory than a core of this"
+                f' {jax.devices()[0].device_kind} has; family "tiles" works there, slowly'
+            ) from error
+        doing, found = waiting.task_of(error), ways()
+        said = [f"while {doing}" if doing else "", _how_much(str(error))]
+        what = ": ".join(filter(None, said)) or "on a device"
+        helps = ", ".join(found.get(doing or "", found[""]))
+        raise OutOfMemoryError(f"{what}; each of these needs less: {helps}") from error
+
+
+def _how_much(message: str) -> str:
+    """How much was asked for, as far as the message says."""
+    if found := _BYTES.search(message):
+        return f"{int(found[1]) / 1e9:.2f} GB could not be allocated"
+    if found := _SIZE.search(message):
+        return f"{found[1]} could not be allocated"
+    if found := _USED.search(message):
+        return f"the program needs {found[1]} of the device's {found[2]}"
+    return ""

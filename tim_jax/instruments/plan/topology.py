@@ -14,6 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from tim_jax.common.errors import InputError, did_you_mean
+from tim_jax.numerics import GPU_FAMILIES
 from tim_jax.placement import Devices
 
 # What JAX takes of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
@@ -229,6 +230,16 @@ def check_devices(name: str, wanted: int) -> None:
         hint = f"; {larger} has enough" if larger else ""
         raise InputError(
             f"--topology {name!r}: the placement needs {wanted} devices, it has {have}{hint}"
+        )
+
+
+def check_family(there: Generation, family: str) -> None:
+    """Refuses a kernel family that has no kernels for these devices."""
+    here = GPU_FAMILIES if there.platform == "cuda" else ("pallas_tpu",)
+    if family.startswith("pallas") and family not in here:
+        raise InputError(
+            f'plan: numerics.family = "{family}" has no kernels for {there.text};'
+            f' there it can be "{here[0]}"'
         )
 
 

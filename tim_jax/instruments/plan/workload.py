@@ -1,14 +1,10 @@
 """A training step to compile: its programs, and the shapes of their arguments."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import prod
-from pathlib import Path
 from statistics import NormalDist
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,13 +25,6 @@ from tim_jax.rl.training import Sampler, Training
 from tim_jax.rl.types import Learning, fill
 
 Tree = Any
-
-# Architectures by their names on the Hugging Face hub, so that plans need no network: of each
-# config.json what the forward computes with, and the tokens. DeepSeek-V3 has a further layer that
-# predicts the token after next, which is left out, as `transformers` leaves it out.
-PUBLISHED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    json.loads((Path(__file__).parents[2] / "data" / "known_models.json").read_text())
-)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tim_jax import metrics
 from tim_jax.common.errors import InputError, writing
 from tim_jax.common.types import Prompts, Rollout, make_key
 from tim_jax.mismatch import Mismatch
-from tim_jax.model import adapters, transformer
+from tim_jax.model import adapters
 from tim_jax.model.execution import Execution, jit
 from tim_jax.model.files import write_arrays
 from tim_jax.model.weights import Weights
@@ -298,7 +298,7 @@ def total_variation(
     """f32[N], half the L1 distance of the two next-token distributions at N visited states."""
     # Sequence by sequence, because a whole batch's distributions are large: R V numbers each.
     policies = [
-        (jit(lambda w, r, e=e: _distributions(w, r, e), e.numerics), w)
+        (jit(lambda w, r, e=e: scoring.distributions(w, r, execution=e), e.numerics), w)
         for w, e in ((weights, execution), (edited, other))
     ]
     distances = []
@@ -307,18 +307,6 @@ def total_variation(
         one, two = (np.asarray(distribution(w, sequence)) for distribution, w in policies)
         distances.append(0.5 * np.abs(one - two).sum(axis=-1))
     return np.concatenate(distances)[np.asarray(rollout.mask)]
-
-
-def _distributions(weights: Weights, rollout: Rollout, execution: Execution) -> jax.Array:
-    """f32[B, R, V], of every response token, at the execution's temperature, not truncated."""
-    tokens = scoring.sequences(rollout)
-    rows, size = rollout.responses.shape
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-    hidden, _, _ = transformer.forward(weights, tokens, positions, execution=execution)
-    index = rollout.prompt_lengths[:, None] - 1 + jnp.arange(size)[None, :]
-    before = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
-    logits = transformer.logits(weights, before.reshape(rows * size, -1), execution=execution)
-    return jax.nn.softmax(logits / execution.sampling.temperature).reshape(rows, size, -1)
 
 
 def score_norms(

@@ -32,12 +32,12 @@ from tim_jax import kernels, objectives, optimizers
 from tim_jax.app import cli
 from tim_jax.app.jobs import planning as planning_job
 from tim_jax.common.errors import InputError
+from tim_jax.instruments import plan
 from tim_jax.instruments.plan import (
     budget,
     comparison,
     costs,
     hlo,
-    planning,
     roofline,
     topology,
     workload,
@@ -70,7 +70,7 @@ def on(where: Placement) -> workload.Workload:
 
 @cache
 def stage(what: str, layers: int):
-    program = planning.PROGRAMS[what](on(Placement(fsdp=2)).with_layers(layers), EIGHT.devices)
+    program = plan.PROGRAMS[what](on(Placement(fsdp=2)).with_layers(layers), EIGHT.devices)
     return costs.compiled(program, EIGHT)
 
 
@@ -538,7 +538,7 @@ def test_truncation_adds_no_product_to_what_is_planned():
     def program(**changes):
         sampling = replace(RECIPE.execution.sampling, max_tokens=100, **changes)
         changed = RECIPE.varied(sampling=sampling)
-        return planning.PROGRAMS["sampler"](changed, EIGHT.devices)
+        return plan.PROGRAMS["sampler"](changed, EIGHT.devices)
 
     plain, truncated = program(), program(top_k=5, top_p=0.9)
     counted = [
@@ -685,17 +685,17 @@ def test_search_by_a_line_confirms_what_it_finds():
         asked.append(count)
         return 100 + 7 * count
 
-    found = planning.largest(total, range(1, 1000), capacity=1000, known={16: 212})
+    found = plan.largest(total, range(1, 1000), capacity=1000, known={16: 212})
     assert (found.count, found.total, found.bounded) == (128, 996, True)
     assert asked == [1, 128]
 
 
 def test_search_goes_back_where_the_line_was_too_kind():
-    found = planning.largest(lambda n: 10 * n + n * n, range(1, 50), capacity=500, known={})
+    found = plan.largest(lambda n: 10 * n + n * n, range(1, 50), capacity=500, known={})
     assert found.total == 10 * found.count + found.count**2 <= 500
     assert found.count > 10
-    assert planning.largest(lambda n: 50 + n, [1, 2], capacity=10, known={}).count == 0
-    assert not planning.largest(lambda n: n, [1, 2, 3], capacity=10, known={}).bounded
+    assert plan.largest(lambda n: 50 + n, [1, 2], capacity=10, known={}).count == 0
+    assert not plan.largest(lambda n: n, [1, 2, 3], capacity=10, known={}).bounded
 
 
 # The static audit.
@@ -971,7 +971,7 @@ def compiled_once():
 
     Those of the learner know nothing of the sampler's slots.
     """
-    compiled, made = planning._compiled, {}
+    compiled, made = plan._compiled, {}
 
     def once(what, target, name, say):
         key = name, what if name == "sampler" else what.varied(slots=None)
@@ -980,14 +980,14 @@ def compiled_once():
         return made[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "_compiled", once)
-        patch.setattr(planning, "_MOST_PROMPTS", 1)  # for which everything fits
+        patch.setattr(plan, "_compiled", once)
+        patch.setattr(plan, "_MOST_PROMPTS", 1)  # for which everything fits
         yield
 
 
 @pytest.mark.slow
 def test_a_plan_for_virtual_devices(compiled_once):
-    made = planning.make(on(Placement(fsdp=2, tensor=1)), EIGHT, layers=None)
+    made = plan.make(on(Placement(fsdp=2, tensor=1)), EIGHT, layers=None)
     assert made.fits
     for key, count in {"learner.prompts_per_step": 4, "learner.micro_batch": 16}.items():
         assert (made.largest[key].count, made.largest[key].bounded) == (count, False)
@@ -998,9 +998,9 @@ def test_a_plan_for_virtual_devices(compiled_once):
     assert set(scoring.collectives) == {"all-gather", "all-to-all"}
     assert {"all-gather", "reduce-scatter"} <= set(update.collectives) | {"reduce-scatter"}
     assert update.flops > 2.5 * scoring.flops
-    found = json.loads(json.dumps(planning.as_json(made)))
+    found = json.loads(json.dumps(plan.as_json(made)))
     assert found["stages"]["update"]["memory"]["total"] == made.stages[-1].total
-    text = planning.text(made)
+    text = plan.text(made)
     assert "fits" in text
     assert "static audit" in text
 
@@ -1008,24 +1008,24 @@ def test_a_plan_for_virtual_devices(compiled_once):
 @pytest.mark.slow
 def test_what_does_not_fit_comes_with_advice(compiled_once):
     small = replace(EIGHT, capacity=2**16)
-    made = planning.make(on(Placement(fsdp=2)), small, layers=None, searching=False)
+    made = plan.make(on(Placement(fsdp=2)), small, layers=None, searching=False)
     assert not made.fits
     assert any("placement.fsdp = 8" in line for line in made.advice)
-    assert "DOES NOT FIT" in planning.text(made)
+    assert "DOES NOT FIT" in plan.text(made)
 
 
 @pytest.mark.slow
 def test_a_sampler_that_does_not_fit_is_planned_with_fewer_slots(compiled_once):
     what = on(Placement(fsdp=2))
-    whole = planning.make(what, EIGHT, layers=None, searching=False).stages[0].total
-    made = planning.make(what, replace(EIGHT, capacity=whole - 1), layers=None)
+    whole = plan.make(what, EIGHT, layers=None, searching=False).stages[0].total
+    made = plan.make(what, replace(EIGHT, capacity=whole - 1), layers=None)
     found = made.largest["sampler.slots"]
     assert 2 <= found.count < what.sequences
     assert found.total < whole
     assert any(f"sampler.slots = {found.count}: " in line for line in made.advice)
-    again = planning.make(what.varied(slots=found.count), EIGHT, layers=None, searching=False)
+    again = plan.make(what.varied(slots=found.count), EIGHT, layers=None, searching=False)
     assert again.stages[0].total == found.total
-    assert f"{found.count} slots" in planning.text(again)
+    assert f"{found.count} slots" in plan.text(again)
 
 
 # What a kernel for TPUs can take.
@@ -1142,9 +1142,9 @@ def test_the_command_plans_for_a_tpu(config, tmp_path):
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed (pip install tim-jax[plan])")
     words = "--topology", "v5e:2x2", "numerics.family=pallas_tpu"
-    plan, text = planned(config, tmp_path, *words)
-    assert plan["fits"]
-    assert plan["stages"]["sampler"]["collectives"]["all-gather"]["bytes"] > 0
+    made, text = planned(config, tmp_path, *words)
+    assert made["fits"]
+    assert made["stages"]["sampler"]["collectives"]["all-gather"]["bytes"] > 0
     assert "static audit" in text
 
 
@@ -1165,10 +1165,10 @@ def test_the_command_plans_for_gpus(config, tmp_path, family, dtype):
     if family == "pallas_mosaic_gpu" and jax.__version_info__ < (0, 12):
         pytest.skip("the family needs JAX 0.12")
     words = "--topology", "h200:4", f"numerics.family={family}", f"numerics.dtype={dtype}"
-    plan, _ = planned(config, tmp_path, *words)
-    assert plan["fits"]
-    assert plan["stages"]["sampler"]["collectives"]["all-gather"]["bytes"] > 0
-    compared = [one for one in plan["audit"] if one["kind"] in comparison.COMPARED]
+    made, _ = planned(config, tmp_path, *words)
+    assert made["fits"]
+    assert made["stages"]["sampler"]["collectives"]["all-gather"]["bytes"] > 0
+    compared = [one for one in made["audit"] if one["kind"] in comparison.COMPARED]
     assert {one["kind"] for one in compared} == {"kernel"}
     assert len(compared) > 10
     assert [one["name"] for one in compared if one["differences"]] == ["exponentials"]
