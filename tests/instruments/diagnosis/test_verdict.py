@@ -958,6 +958,11 @@ def test_a_monitor_takes_arrays_of_any_library(of):
     assert Monitor()(trainer, rollout, mask).coefficients.tolist() == mask.tolist()
     with pytest.raises(InputError, match=r"rollout has shape \(3, 4\); it must be the mask's"):
         monitor(trainer, rollout[:, :4], mask)
+    listed = monitor([*map(of, trainer)], [*map(of, rollout)], mask.tolist())
+    assert listed.metrics == seen.metrics
+    for wrong in ([[-1.0], [-1.0, -2.0]], [["a"]]):
+        with pytest.raises(InputError, match=r"rollout must be numbers .*; got \[\["):
+            monitor(trainer, wrong, mask)
 
 
 def test_a_monitor_gives_a_correction_the_log_probs_that_it_reads():
