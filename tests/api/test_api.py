@@ -526,6 +526,8 @@ def test_only_a_rollout_can_be_scored(model):
         match=r"give what tim_jax\.sample returns, a file, or rows of another engine, got int",
     ):
         tim.score(model, 3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match=r"got Frame; a DataFrame's rows are df\.to_dict"):
+        tim.score(model, Frame([]))
 
 
 @pytest.mark.parametrize(

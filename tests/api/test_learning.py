@@ -210,6 +210,26 @@ def test_a_row_that_ends_with_a_stop_token_of_the_training_is_not_cut(model, row
     assert stopped.metrics["tokens"] == sum(len(row["response_token_ids"]) for row in rows)
 
 
+def test_padding_behind_a_response_is_not_where_it_ended(model, rows):
+    """Rows that do not say how they ended, of a batch that is filled up to one width."""
+    changed, execution = [], model.execution(Sampling(1))
+    for row in rows:
+        count, more = len(row["logprobs"]), 20 - len(row["logprobs"])
+        filled = {
+            "response_token_ids": row["response_token_ids"] + [model.tokenizer.pad_token_id] * more,
+            "logprobs": row["logprobs"] + [0.0] * more,
+            "mask": [1] * count + [0] * more,
+        }
+        changed.append(row | filled | {"finish_reason": None})
+    found, expected = (
+        rollouts.lay_out(learning.learnable(model, x, "auto", model.training()), execution)
+        for x in (changed, rows)
+    )
+    assert expected.finished.any()
+    assert not expected.finished.all()
+    np.testing.assert_array_equal(found.finished, expected.finished)
+
+
 @pytest.mark.slow
 def test_a_buffer_of_the_longest_row_suffices(model, rows):
     """Whatever widths its arrays are padded to."""

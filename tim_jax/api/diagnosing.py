@@ -131,7 +131,8 @@ class Monitor:
             if name in extra:  # it could disagree with the arrays that it follows from
                 raise InputError(f"Monitor: {name} follows from trainer and rollout; leave it out")
         given = {"trainer": trainer, "rollout": rollout, **extra}
-        arrays, of_mask = {name: _array(x) for name, x in given.items()}, _array(mask)
+        arrays = {name: _array(name, x) for name, x in given.items()}
+        of_mask = _array("mask", mask)
         if of_mask.ndim != 2:
             raise InputError(f"Monitor: mask must be [sequences, tokens], got {of_mask.shape}")
         for name, array in arrays.items():
@@ -155,12 +156,23 @@ class Monitor:
         )
 
 
-def _array(value: Any) -> np.ndarray:
-    """A NumPy array of any array; torch's tensors without their gradient, in float32."""
-    if hasattr(value, "detach"):
-        value = value.detach().float().cpu().numpy()
-    value = np.asarray(value)
-    return value if value.dtype == bool else value.astype(np.float32)
+def _array(name: str, value: Any) -> np.ndarray:
+    """A NumPy array of any array, or of a list of arrays of one shape, in float32 or bool."""
+    rows = value if isinstance(value, list | tuple) else [value]
+    try:
+        found = [_of_torch(one) if hasattr(one, "detach") else one for one in rows]
+        array = np.asarray(found if rows is value else found[0])
+        return array if array.dtype == bool else array.astype(np.float32)
+    except (TypeError, ValueError):  # text, or rows of several lengths
+        raise InputError(
+            f"Monitor: {name} must be numbers [sequences, tokens], filled up to one width where the"
+            f" mask is 0; got {shown(value)}"
+        ) from None
+
+
+def _of_torch(tensor: Any) -> np.ndarray:
+    """A tensor without its gradient, in float32, which NumPy has."""
+    return tensor.detach().float().cpu().numpy()
 
 
 def _padded(array: np.ndarray, shape: tuple[int, ...]) -> jax.Array:

@@ -362,10 +362,11 @@ def read_rows(who: str, model: Model, rows: Any, *, form: str, **how: Any) -> Co
     """
     if isinstance(rows, Rollout):
         rows = _as_rows(rows, who)
-    if not isinstance(rows, str | Path | Iterable) or isinstance(rows, Mapping):
+    if not isinstance(rows, str | Path | Iterable) or has_columns(rows):
+        hint = "; a DataFrame's rows are df.to_dict('records')" if has_columns(rows) else ""
         raise InputError(
             f"{who}: give what tim_jax.sample returns, a file, or rows of another engine, got"
-            f" {type(rows).__name__}"
+            f" {type(rows).__name__}{hint}"
         )
     return collect(
         readers.read(rows, form=form, pad=model.tokenizer.pad_token_id),
@@ -396,9 +397,10 @@ def _as_rows(rollout: Rollout, who: str) -> Iterator[dict[str, Any]]:
 
 def lay_out(responses: Sequence[Response], execution: Execution) -> types.Rollout:
     """The responses in few shapes, so that few programs are compiled. Padding changes no bit."""
+    most, stops = execution.config.most_positions, execution.sampling.stop_tokens
+    responses = [one.without_padding(stops) for one in responses]
     longest = max(len(r) for r in responses)
     prompts = max(len(r.prompt) for r in responses)
-    most, stops = execution.config.most_positions, execution.sampling.stop_tokens
     prompts = max(prompts, min(padded(prompts), most - longest))
     size = max(longest, min(padded(longest), most - prompts))
     # How a response ended that does not say it, its last token shows.

@@ -563,6 +563,18 @@ def test_other_names_and_log_probs_of_the_prompt_are_read(line):
     assert response.mask is None or response.mask.all()
 
 
+@pytest.mark.parametrize("gap", [None, float("nan")], ids=str)
+def test_the_first_token_of_a_prompt_has_no_log_prob(gap):
+    """None, or NaN where the row comes from a table; the prompt may be that token alone."""
+    for prompt in (PROMPT, PROMPT[:1]):
+        whole = [gap, *[-3.0] * (len(prompt) - 1), *LOG_PROBS]
+        tokens = {"response_token_ids": TOKENS}, {"tokens": [*prompt, *TOKENS]}
+        for own in tokens:
+            (response,) = read([{"prompt_token_ids": prompt, "logprobs": whole} | own])
+            assert response.tokens == tuple(TOKENS)
+            assert response.log_probs.tolist() == pytest.approx(LOG_PROBS)
+
+
 def test_labels_hide_what_has_no_loss_and_a_list_without_a_border_is_refused():
     whole = {
         "input_ids": PROMPT + TOKENS + [4, 6],

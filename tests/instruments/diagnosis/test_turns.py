@@ -1,5 +1,6 @@
 """Episodes that others recorded: turns that did not stay as they were drawn."""
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -208,5 +209,6 @@ def test_rows_that_are_no_episode_are_refused(rows, message):
     episode = [row | {"episode": "z"} for row in rows]
     with pytest.raises(InputError, match=message):
         find_breaks(TOKENIZER, collected(episode))
+    no_forward: Any = SimpleNamespace(stop_tokens=())
     with pytest.raises(InputError, match=message):  # before any forward, which there is not here
-        diagnose(collected(episode), cast(Any, None), tokenizer=TOKENIZER)
+        diagnose(collected(episode), no_forward, tokenizer=TOKENIZER)

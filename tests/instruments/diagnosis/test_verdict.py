@@ -578,27 +578,32 @@ def test_one_fault_is_named_first(name, rows, parameters):
     assert response.tokens[found.first.position] == found.first.token
 
 
-def test_padding_behind_a_response_that_a_mask_hides_is_no_fault():
+def filled(rows, pad=7):
     """Arrays of one width, as trainers dump them: tokens, log-probs and mask are filled up."""
+    return [filled_row(row, pad, 15 - len(row["logprobs"])) for row in rows]  # others' shape
+
+
+def filled_row(row, pad, more):
+    return row | {
+        "response_token_ids": [*row["response_token_ids"], *[pad] * more],
+        "logprobs": [*row["logprobs"], *[0.0] * more],
+        "mask": [1] * len(row["logprobs"]) + [0] * more,
+    }
+
+
+def test_padding_behind_a_response_that_a_mask_hides_is_no_fault():
     noisy = with_log_probs(sampled(), lambda x: x + 1e-3 * np.cos(np.arange(len(x))))
-    rows = []
-    for row in noisy:
-        count = len(row["response_token_ids"])
-        fill = [7] * (15 - count)  # the shape of the others
-        rows.append(
-            row
-            | {
-                "response_token_ids": [*row["response_token_ids"], *fill],
-                "logprobs": [*row["logprobs"], *(0.0 for _ in fill)],
-                "mask": [1] * count + [0] * len(fill),
-            }
-        )
-    rows = [row for row in rows if 7 not in row["response_token_ids"][: sum(row["mask"])]]
+    rows = filled([row for row in noisy if 7 not in row["response_token_ids"]])
     rows = rows[:64]  # a full batch, as that of the others
     assert len(rows) > 8
     assert any(len(row["mask"]) > sum(row["mask"]) for row in rows)
     found = diagnosed(rows)
     assert found.state != "fault"
+
+
+def test_padding_hides_no_end_token_that_was_stripped():
+    rows = filled(stripped(sampled()))
+    assert best_of(diagnosed(rows)).explanation.name == "end_token_stripped"
 
 
 def test_unexplained_and_larger_than_numerics_is_a_fault_at_its_first_token():
@@ -969,6 +974,11 @@ def test_a_monitor_takes_arrays_of_any_library(of):
     assert Monitor()(trainer, rollout, mask).coefficients.tolist() == mask.tolist()
     with pytest.raises(InputError, match=r"rollout has shape \(3, 4\); it must be the mask's"):
         monitor(trainer, rollout[:, :4], mask)
+    listed = monitor([*map(of, trainer)], [*map(of, rollout)], mask.tolist())
+    assert listed.metrics == seen.metrics
+    for wrong in ([[-1.0], [-1.0, -2.0]], [["a"]]):
+        with pytest.raises(InputError, match=r"rollout must be numbers .*; got \[\["):
+            monitor(trainer, wrong, mask)
 
 
 def test_a_monitor_gives_a_correction_the_log_probs_that_it_reads():

@@ -303,15 +303,8 @@ def _padding(tokens: Tokens) -> np.ndarray:
 
     But for a first token there that ends the response.
     """
-    behind = []
-    for response in tokens.responses:
-        kept, stops = response.kept, np.isin(response.tokens, tokens.stop_tokens)
-        start = np.flatnonzero(kept)[-1] + 1 if kept.any() else 0
-        ended = start > 0 and stops[start - 1]
-        if start < len(kept) and not ended and stops[start]:
-            start += 1
-        behind.append(np.arange(len(kept)) >= start)
-    return np.concatenate(behind)
+    sizes = [r.drawn_size(tokens.stop_tokens) for r in tokens.responses]
+    return tokens.position >= np.repeat(sizes, [len(r) for r in tokens.responses])
 
 
 def _other_rows(tokens: Tokens) -> Iterator[Explanation]:

@@ -25,7 +25,7 @@ from typing import Any
 from tim_jax.common.errors import InputError, check_choice
 from tim_jax.common.inputs import shown
 from tim_jax.instruments.diagnosis import declared
-from tim_jax.instruments.diagnosis.rows import SHAPING, Row, plain_values, read_lines
+from tim_jax.instruments.diagnosis.rows import SHAPING, Row, is_gap, plain_values, read_lines
 
 FORMATS = ("auto", "plain", "vllm", "sglang", "verl", "trl", "tunix")
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
@@ -577,6 +577,6 @@ def _start_behind(prompt: list[Any], ids: list[Any], log_probs: Any) -> int | No
         return None
     of_response = len(log_probs) == len(ids) - len(prompt)
     of_whole = len(log_probs) == len(ids) - 1 or (
-        len(log_probs) == len(ids) and log_probs[0] is None
+        len(log_probs) == len(ids) and is_gap(log_probs[0])
     )
     return len(prompt) if of_response or of_whole else None

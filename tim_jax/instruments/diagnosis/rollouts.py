@@ -5,8 +5,8 @@ A row is a mapping with the keys of `KEYS`; `readers` makes rows of what other s
 
 import base64
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from tim_jax.common.inputs import shown, wrong_number
 from tim_jax.common.types import route_dtype
 from tim_jax.instruments.diagnosis import declared
 from tim_jax.instruments.diagnosis.declared import PLAIN, Distribution
-from tim_jax.instruments.diagnosis.rows import Ended, Row, how_ended, prompt_text, with_ids
+from tim_jax.instruments.diagnosis.rows import Ended, Row, how_ended, is_gap, prompt_text, with_ids
 from tim_jax.model.config import ModelConfig
 from tim_jax.tasks.base import Message
 
@@ -90,6 +90,27 @@ class Response:
     def kept(self) -> np.ndarray:
         """bool[n], the mask; True everywhere without one."""
         return np.ones(len(self), bool) if self.mask is None else self.mask
+
+    def drawn_size(self, stops: Collection[int]) -> int:
+        """Tokens up to the last that the mask leaves, and an end token of `stops` that it hides."""
+        places = np.flatnonzero(self.kept)
+        size = int(places[-1]) + 1 if len(places) else 0
+        ended = size > 0 and self.tokens[size - 1] in stops
+        return size + (size < len(self) and not ended and self.tokens[size] in stops)
+
+    def without_padding(self, stops: Collection[int]) -> "Response":
+        """The response without what it is filled up with: one token again and again, masked.
+
+        A tool's reply at the end stays, so that no response is said to lack an end token there.
+        """
+        size = self.drawn_size(stops)
+        if not size or len({*self.tokens[size:]}) != 1:
+            return self
+        of_tokens = ("tokens", "log_probs", "mask", "supports", "kept_log_mass")
+        given = {name: getattr(self, name) for name in of_tokens}
+        cut = {name: None if x is None else x[:size] for name, x in given.items()}
+        routes = None if self.routes is None else self.routes[: len(self.prompt) + size]
+        return replace(self, **cut, routes=routes)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -304,11 +325,11 @@ def _list(values: Values, key: str) -> list[Any]:
 def _log_probs(values: Values, before: int, count: int, mask: np.ndarray | None) -> np.ndarray:
     """f32[n] of the `count` response tokens, NaN where a mask hides what stands there.
 
-    Those of the `before` prompt tokens may come first; the first of all has none, or null.
+    Those of the `before` prompt tokens may come first; the first of all has none, or null or NaN.
     """
     given = _list(values, "logprobs")
     start = len(given) - count
-    if start and not (start == before and (before > 1 or given[0] is None)):
+    if start and not (start == before and (before > 1 or is_gap(given[0]))):
         start = start if 1 < start == before - 1 else 0
     if len(given) - start != count:
         hint = "; was the end token stripped?" if len(given) == count + 1 else ""

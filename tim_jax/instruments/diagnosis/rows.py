@@ -94,10 +94,15 @@ def plain_values(values: Mapping[str, Any], *, whole: Collection[str]) -> dict[s
 
 
 def _without_gap(value: Any, *, whole: bool) -> Any:
-    """A value; None for a gap, such as pandas' NaN."""
-    if type(value).__name__ in ("NAType", "NaTType") or value != value:
+    """A value; None for a gap."""
+    if is_gap(value):
         return None
     return int(value) if whole and isinstance(value, float) and value.is_integer() else value
+
+
+def is_gap(value: Any) -> bool:
+    """Whether there is nothing: None, or pandas' NaN, which tables have in its place."""
+    return value is None or type(value).__name__ in ("NAType", "NaTType") or value != value
 
 
 def _listed(value: Any, depth: int = DEEPEST) -> Any:

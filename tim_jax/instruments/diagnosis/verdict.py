@@ -161,6 +161,7 @@ def diagnose(
       InputError: the loss masks leave no token to compare, or the rows of an episode are no turns.
     """
     _check_masks(responses)
+    responses = [one.without_padding(forward.stop_tokens) for one in responses]
     breaks = () if tokenizer is None else find_breaks(tokenizer, responses)
     tokens = Tokens(
         tuple(responses),
