@@ -526,8 +526,10 @@ def test_only_a_rollout_can_be_scored(model):
         match=r"give what tim_jax\.sample returns, a file, or rows of another engine, got int",
     ):
         tim.score(model, 3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InputError, match=r"got Frame; a DataFrame's rows are df\.to_dict"):
+    with pytest.raises(InputError, match=r"got Frame; its rows are df\.to_dict"):
         tim.score(model, Frame([]))
+    with pytest.raises(InputError, match=r"got dict; give one row as \[row\]"):
+        tim.score(model, {"prompt": "1"})
 
 
 @pytest.mark.parametrize(

@@ -210,13 +210,15 @@ def test_a_row_that_ends_with_a_stop_token_of_the_training_is_not_cut(model, row
     assert stopped.metrics["tokens"] == sum(len(row["response_token_ids"]) for row in rows)
 
 
-def test_padding_behind_a_response_is_not_where_it_ended(model, rows):
+@pytest.mark.parametrize("between", [[], [7]], ids=["", "a newline of the template"])
+def test_padding_behind_a_response_is_not_where_it_ended(model, rows, between):
     """Rows that do not say how they ended, of a batch that is filled up to one width."""
     changed, execution = [], model.execution(Sampling(1))
     for row in rows:
         count, more = len(row["logprobs"]), 20 - len(row["logprobs"])
+        behind = [*between, *[model.tokenizer.pad_token_id] * more][:more]
         filled = {
-            "response_token_ids": row["response_token_ids"] + [model.tokenizer.pad_token_id] * more,
+            "response_token_ids": row["response_token_ids"] + behind,
             "logprobs": row["logprobs"] + [0.0] * more,
             "mask": [1] * count + [0] * more,
         }

@@ -104,8 +104,8 @@ class Monitor:
         loss = (loss_per_token * seen.coefficients).sum() / seen.kept.sum()
         wandb.log(seen.metrics)
 
-    Arrays are NumPy's, JAX's or torch's, on any device and in any float dtype; what comes back is
-    NumPy's. Nothing is remembered between calls.
+    Arrays are NumPy's, JAX's or torch's, or lists of their rows, on any device and in any float
+    dtype; what comes back is NumPy's. Nothing is remembered between calls.
     """
 
     correction: Correction = field(default_factory=corrections.none)
@@ -163,10 +163,12 @@ def _array(name: str, value: Any) -> np.ndarray:
         found = [_of_torch(one) if hasattr(one, "detach") else one for one in rows]
         array = np.asarray(found if rows is value else found[0])
         return array if array.dtype == bool else array.astype(np.float32)
+    except jax.errors.TracerArrayConversionError:
+        raise  # which says what a traced array is
     except (TypeError, ValueError):  # text, or rows of several lengths
         raise InputError(
-            f"Monitor: {name} must be numbers [sequences, tokens], filled up to one width where the"
-            f" mask is 0; got {shown(value)}"
+            f"Monitor: {name} must be numbers in rows of one width, filled up where the mask is 0;"
+            f" got {shown(value)}"
         ) from None
 
 

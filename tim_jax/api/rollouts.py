@@ -363,10 +363,11 @@ def read_rows(who: str, model: Model, rows: Any, *, form: str, **how: Any) -> Co
     if isinstance(rows, Rollout):
         rows = _as_rows(rows, who)
     if not isinstance(rows, str | Path | Iterable) or has_columns(rows):
-        hint = "; a DataFrame's rows are df.to_dict('records')" if has_columns(rows) else ""
+        hint = "; its rows are df.to_dict('records'), in polars df.to_dicts()"
+        hint = "; give one row as [row]" if isinstance(rows, Mapping) else hint
         raise InputError(
             f"{who}: give what tim_jax.sample returns, a file, or rows of another engine, got"
-            f" {type(rows).__name__}{hint}"
+            f" {type(rows).__name__}{hint if has_columns(rows) else ''}"
         )
     return collect(
         readers.read(rows, form=form, pad=model.tokenizer.pad_token_id),
@@ -403,10 +404,11 @@ def lay_out(responses: Sequence[Response], execution: Execution) -> types.Rollou
     prompts = max(len(r.prompt) for r in responses)
     prompts = max(prompts, min(padded(prompts), most - longest))
     size = max(longest, min(padded(longest), most - prompts))
-    # How a response ended that does not say it, its last token shows.
+    # How a response ended that does not say it, its last drawn token shows.
+    lasts = [r.tokens[max(r.drawn_size(stops), 1) - 1] for r in responses]
     said = [
-        replace(r, ended=r.ended or ("token" if r.tokens[-1] in stops else "cut"))
-        for r in responses
+        replace(r, ended=r.ended or ("token" if last in stops else "cut"))
+        for r, last in zip(responses, lasts, strict=True)
     ]
     rollout = evidence.side_by_side(said, prompts, size)
     # What a mask leaves out, such as a tool's reply, is context: no length counts it.

@@ -530,9 +530,9 @@ def evaluate(
 ) -> tuple[dict[str, float], list[Sample]]:
     """Evaluates the first `prompts` held-out problems with `samples` responses each.
 
-    `sample` is a program for `batch` prompts at a time (`evaluation_program`), of episodes with an
-    `environment`; the last batch is filled up with prompts that are not counted. A response is
-    right from the reward `solved` on.
+    `sample` is an `evaluation_program` for `batch` prompts at a time, with an `environment` one of
+    episodes. The last batch is filled up with prompts that are not counted. A response is right
+    from the reward `solved` on.
 
     Returns:
       `scores` of the rewards, the mean response length, how many answers could not be graded; and

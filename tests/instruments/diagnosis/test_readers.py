@@ -15,6 +15,7 @@ from tim_jax.tasks.text import character_tokenizer
 
 LIMITS = Limits(vocabulary=50, positions=16)
 PROMPT, TOKENS, LOG_PROBS = [5, 6, 7], [8, 9], [-0.5, -1.25]
+END = 4
 PLAIN = {"prompt_token_ids": PROMPT, "response_token_ids": TOKENS, "logprobs": LOG_PROBS}
 
 
@@ -573,6 +574,32 @@ def test_the_first_token_of_a_prompt_has_no_log_prob(gap):
             (response,) = read([{"prompt_token_ids": prompt, "logprobs": whole} | own])
             assert response.tokens == tuple(TOKENS)
             assert response.log_probs.tolist() == pytest.approx(LOG_PROBS)
+
+
+@pytest.mark.parametrize(
+    ("behind", "left"),
+    [
+        ([], 2),
+        ([0, 0, 0], 2),
+        ([0], 3),  # may be a tool's reply
+        ([END, 0, 0], 3),
+        ([6, 0, 0], 3),  # what a template puts behind a turn
+        ([6, 5, 6], 5),
+    ],
+)
+def test_what_a_masked_response_is_filled_up_with_is_cut_off(behind, left):
+    """End tokens are the model's and, as here, those of the request."""
+    row = {
+        "prompt_token_ids": PROMPT,
+        "response_token_ids": [*TOKENS, *behind],
+        "logprobs": [*LOG_PROBS, *[0.0] * len(behind)],
+        "mask": [1, 1, *[0] * len(behind)],
+        "stop_token_ids": [END],
+    }
+    (response,) = read([row])
+    whole = response.without_padding(())
+    assert whole.tokens == (*TOKENS, *behind)[:left]
+    assert len(whole.log_probs) == len(whole.kept) == left
 
 
 def test_labels_hide_what_has_no_loss_and_a_list_without_a_border_is_refused():

@@ -123,8 +123,9 @@ def _numerics(it: _Audited, *, column_tiles: int = 1, fixed: bool = False) -> li
             several_tiles=it.several_tiles,
             interpret=it.interpret,
         )
-        plain, measured = make(batch=None), make(batch=it.sizes.prompts * it.sizes.samples)
-        numerics += [measured, plain] if fixed and measured != plain else [measured]
+        measured = make(batch=it.sizes.prompts * it.sizes.samples)
+        plain = make(batch=None) if fixed else measured
+        numerics += [measured, plain] if measured != plain else [measured]
     return numerics
 
 
@@ -273,7 +274,7 @@ def _make_bench_of_run(
 def _read_older(
     source: str, model: sources.Model, steps: Sequence[int], per_step: int, updates: int
 ):
-    """Parameters of the checkpoint that is `updates` older than the newest, `per_step` a step."""
+    """Parameters of the checkpoint `updates` updates before the newest; a step has `per_step`."""
     newest = max(steps)
     wanted, rest = newest - updates // per_step, updates % per_step
     if rest or wanted not in steps:

@@ -124,8 +124,8 @@ def fit_noise(residual: np.ndarray, weight: np.ndarray, step: float = 0.0) -> Fi
     """The scale of greatest likelihood, and the densities there.
 
     Scales are looked for where the likelihood's slope, which costs a tenth of the likelihood,
-    turns from growing to falling. There may be two: where half of the tokens agree to the floor,
-    the noise may be that or what the others show.
+    turns from growing to falling. There may be two: where half of the tokens agree exactly, the
+    noise may be the floor, or that of the other tokens.
     """
     seen = ~np.isnan(residual)
     slope = partial(_slope, np.square(beyond(residual[seen], step)), np.square(weight[seen]), step)

@@ -7,7 +7,7 @@ explanation that holds in some rows alone. `outside` finds a part that nothing e
 A response ends by an end token, by something else (a stop string, a tool call, an abort), or it is
 cut. One that is said to have ended by something else needs no end token. One whose last token a
 loss mask hides ends with something that the model did not draw, such as the output of a tool, and
-says nothing about end tokens.
+says nothing about end tokens. Padding is cut off before.
 """
 
 from collections.abc import Iterator

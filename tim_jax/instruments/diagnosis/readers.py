@@ -220,7 +220,7 @@ def vllm(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             top = logprobs.get("top_logprobs")
         ids = choice.get("token_ids") or _token_ids(names)
         prompt = choice.get("prompt_token_ids") or values.get("prompt_token_ids")
-        if prompt and ids and ids[: len(prompt)] == prompt and log_probs[0] is None:
+        if prompt and ids and ids[: len(prompt)] == prompt and is_gap(log_probs[0]):
             # The server echoed the prompt, whose first token has no log-prob.
             ids, log_probs, top = (x and x[len(prompt) :] for x in (ids, log_probs, top))
         message = choice.get("message") or {}
@@ -543,7 +543,7 @@ def _split(row: Mapping[str, Any], whole: list[Any], name: str) -> dict[str, Any
     ids = [token for token, own in zip(whole, kept, strict=True) if own]
     labels, mask, log_probs = part("labels"), part("mask"), part("logprobs")
     if labels is not None and mask is None:
-        mask = [int(label is not None and label != _NO_LOSS) for label in labels]
+        mask = [int(not is_gap(label) and label != _NO_LOSS) for label in labels]
     start, prompt = _start(row, ids, mask), row.get("prompt_token_ids")
     if start is None and isinstance(prompt, list) and prompt:
         if name == "tokens" and ids[: len(prompt)] != prompt and all(kept):

@@ -3,10 +3,10 @@
 Explanations are of temperatures, truncations, bases, shifts and vocabularies: all follow from the
 evidence of the first forward.
 
-Turns are those of an episode that another system recorded: whether they went on from what was
+Of an episode that another system recorded, it is asked whether each turn went on from what was
 drawn. Systems that render and tokenise an episode anew for every turn score tokens that nobody
-drew. It shows where a system records one sample for each turn: the prompt of a turn must begin with
-the prompt and the response of the turn before it, token for token. Where it records whole
+drew. This shows where a system records one sample for each turn: the prompt of a turn must begin
+with the prompt and the response of the turn before it, token for token. Where it records whole
 conversations, their drawn tokens must be those of the responses.
 """
 

@@ -58,7 +58,7 @@ class Response:
         supports: i32[n, K], the tokens that each was drawn among, then -1; -1 alone: among all.
         kept_log_mass: f32[n], the log-probability of these together, if that alone was recorded.
         routes: u8 or u16[p + n, L, k], the experts of each position in each layer of a mixture, the
-            most probable first; 0 at the last token, of which they are not known.
+            most probable first; 0 at the last recorded token, of which they are not known.
         episode, turn: of which episode of several turns it is, and its number there.
         turns: of a whole conversation, the ids that were drawn, turn by turn.
     """
@@ -92,19 +92,24 @@ class Response:
         return np.ones(len(self), bool) if self.mask is None else self.mask
 
     def drawn_size(self, stops: Collection[int]) -> int:
-        """Tokens up to the last that the mask leaves, and an end token of `stops` that it hides."""
-        places = np.flatnonzero(self.kept)
+        """Tokens up to the last that the mask leaves, and an end token that it hides behind it.
+
+        End tokens are `stops` and those of the request. Padding by one of them looks like one.
+        """
+        ends, places = {*stops, *self.stops, self.end}, np.flatnonzero(self.kept)
         size = int(places[-1]) + 1 if len(places) else 0
-        ended = size > 0 and self.tokens[size - 1] in stops
-        return size + (size < len(self) and not ended and self.tokens[size] in stops)
+        ended = size > 0 and self.tokens[size - 1] in ends
+        return size + (size < len(self) and not ended and self.tokens[size] in ends)
 
     def without_padding(self, stops: Collection[int]) -> "Response":
-        """The response without what it is filled up with: one token again and again, masked.
+        """The response without what it is filled up with: one masked token, twice or more.
 
         A tool's reply at the end stays, so that no response is said to lack an end token there.
         """
-        size = self.drawn_size(stops)
-        if not size or len({*self.tokens[size:]}) != 1:
+        drawn, size = self.drawn_size(stops), len(self)
+        while drawn and size > drawn and self.tokens[size - 1] == self.tokens[-1]:
+            size -= 1
+        if len(self) - size < 2:
             return self
         of_tokens = ("tokens", "log_probs", "mask", "supports", "kept_log_mass")
         given = {name: getattr(self, name) for name in of_tokens}

@@ -16,7 +16,7 @@ from tim_jax.instruments.study import definition, measurement, report, running
 from tim_jax.instruments.study.definition import GradientStudy, Study
 from tim_jax.instruments.study.running import load
 
-__all__ = ["Study", "load"]
+__all__ = ["Study", "load", "run", "say_shipped", "shipped", "stated"]
 
 _SHIPPED = Path("configs", "studies")
 
