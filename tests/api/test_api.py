@@ -133,6 +133,12 @@ def test_arguments_are_checked_as_they_are_together(model):
     assert settle("grpo", model, base, weighed)[1].learning.mode == "recompute"
 
 
+def test_the_model_of_a_step_has_the_stop_tokens_of_the_training(model):
+    """With which it is drawn from, saved and served."""
+    made, _ = settle("grpo", model, model.training(stop_tokens=(7,)), {})
+    assert made.stop_tokens == (*model.stop_tokens, 7)
+
+
 def test_a_training_keeps_the_end_token_of_its_model(model):
     own = model.training().execution.sampling.stop_tokens
     assert own

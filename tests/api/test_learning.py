@@ -232,6 +232,17 @@ def test_padding_behind_a_response_is_not_where_it_ended(model, rows, between):
     np.testing.assert_array_equal(found.finished, expected.finished)
 
 
+def test_end_tokens_of_a_request_end_its_rows(model, rows):
+    """Where a row does not say how it ended."""
+    changed = [
+        {key: value for key, value in row.items() if key != "finish_reason"}
+        | {"sampling_params": {"stop_token_ids": [row["response_token_ids"][-1]]}}
+        for row in rows
+    ]
+    learnable = learning.learnable(model, changed, "auto", model.training())
+    assert rollouts.lay_out(learnable, model.execution(Sampling(1))).finished.all()
+
+
 @pytest.mark.slow
 def test_a_buffer_of_the_longest_row_suffices(model, rows):
     """Whatever widths its arrays are padded to."""

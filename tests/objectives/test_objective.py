@@ -229,6 +229,10 @@ def test_coefficients_scale_the_gradient_of_each_token_and_receive_none():
         ({"loss": "reinforce", "clip_low": 0.2}, "clip_low"),
         ({"overlong_cache": 0}, "overlong_cache is 0; it must lie in"),
         ({"overlong_cache": 9, "max_length": 8}, "max_length\\], which is 8"),
+        (
+            {"reward_kl_target": float("inf"), "reward_kl_coefficient": 0.1},
+            "target is inf; the KL held must be positive and finite",
+        ),
         ({"reward_kl_target": 3.0}, "reward_kl_coefficient, which it would steer, is 0"),
         (
             {"regularise_rejected": True, "denominator": "survivors"},

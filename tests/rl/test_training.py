@@ -102,6 +102,7 @@ def test_a_field_is_changed_wherever_it_is_nested():
     ("changes", "message"),
     [
         ({"mini_batches": 0}, "mini_batches = 0: must be 1 or more"),
+        ({"max_skipped": 0}, "max_skipped = 0: must be 1 or more"),
         ({"mini_batches": 5}, "mini_batches = 5: must divide the 12 sequences of a step"),
         ({"micro_batch": 5}, "micro_batch = 5: must divide the 12 sequences of a mini-batch"),
         ({"placement": Placement(fsdp=8)}, "must divide the 12 sequences of a step"),

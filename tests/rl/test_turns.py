@@ -277,15 +277,29 @@ def in_one_row(rollout):
     wide = ("responses", "log_probs", "drawn")
     whole = {name: rollout.by_episode(getattr(rollout, name)) for name in wide}
     rows = slice(None, None, rollout.parts)
+    made = np.asarray(rollout.prompt_lengths).reshape(-1, rollout.parts) > 0
+    ends = np.asarray(rollout.finished).reshape(made.shape)
+    finished = [row[: count.sum()][-1] for row, count in zip(ends, made, strict=True)]
     return replace(
         rollout,
         prompts=rollout.prompts[rows],
         prompt_lengths=rollout.prompt_lengths[rows],
         lengths=jnp.full(len(whole["drawn"]), whole["drawn"].shape[1]),
-        finished=rollout.finished_episodes,
+        finished=jnp.asarray(finished),
         parts=1,
         **whole,
     )
+
+
+def test_an_episode_ended_as_its_last_row_did_even_if_that_has_no_token():
+    """As where its only token was an end token that a sampler does not report."""
+    rollout = drawn_and_cut().rollout
+    count = jnp.sum(rollout.prompt_lengths.reshape(-1, rollout.parts) > 0, axis=1)
+    last = jnp.arange(len(count)) * rollout.parts + count - 1
+    assert count.max() > 1
+    ended = jnp.zeros(len(rollout.lengths), bool).at[last].set(True)
+    found = replace(rollout, lengths=rollout.lengths.at[last].set(0), finished=ended)
+    assert found.finished_episodes.all()
 
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -315,7 +329,8 @@ def test_an_episode_in_several_rows_learns_what_it_would_in_one(name):
     drawn = drawn_and_cut()
     assert drawn.rollout.drawn is not None
     ended = np.random.default_rng(1).random(len(drawn.rollout.lengths)) < 0.6
-    rollout = replace(drawn.rollout, finished=(drawn.rollout.lengths > 0) & ended)
+    rollout = replace(drawn.rollout, finished=(drawn.rollout.prompt_lengths > 0) & ended)
+    assert not np.array_equal(rollout.finished_episodes, rollout.finished[:: rollout.parts])
     last = np.arange(drawn.rollout.drawn.shape[1]) == np.asarray(rollout.lengths)[:, None] - 1
     rewards = last * np.random.default_rng(0).integers(0, 9, last.shape).astype(np.float32) / 8
     sums = rewards.reshape(len(drawn.rewards), -1).sum(1)

@@ -1,5 +1,6 @@
 import ast
 import itertools
+import math
 import operator
 import random
 import re
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tim_jax.common.errors import InputError
+from tim_jax.tasks import builtin
 from tim_jax.tasks.base import Completion, Example, Task, Turn, state_of
 from tim_jax.tasks.builtin import (
     ALPHABET,
@@ -439,3 +441,14 @@ def test_games_are_held_out_and_encodable():
         assert completion.count("#") <= 4
     with pytest.raises(InputError, match=r"set sampling\.max_turns"):
         task.grade(task.evaluation[:1], ["#1"])
+
+
+def test_products_of_the_largest_numbers_have_an_answer(monkeypatch):
+    """They are larger than what the calculator gives."""
+    below = builtin.below
+    monkeypatch.setattr(builtin, "below", lambda rng, n: 2 if n == 3 else below(rng, n))
+    task = builtin.arithmetic(numbers=(16, 16), largest=10**9, train_size=2, eval_size=2)
+    for example in task.train:
+        question = example.prompt.partition("?")[0]
+        assert example.answer == str(math.prod(map(int, re.findall("[0-9]+", question))))
+        assert int(example.answer) > 10**100

@@ -407,7 +407,7 @@ def lay_out(responses: Sequence[Response], execution: Execution) -> types.Rollou
     # How a response ended that does not say it, its last drawn token shows.
     lasts = [r.tokens[max(r.drawn_size(stops), 1) - 1] for r in responses]
     said = [
-        replace(r, ended=r.ended or ("token" if last in stops else "cut"))
+        replace(r, ended=r.ended or ("token" if last in (*stops, *r.stops) else "cut"))
         for r, last in zip(responses, lasts, strict=True)
     ]
     rollout = evidence.side_by_side(said, prompts, size)

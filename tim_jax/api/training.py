@@ -423,8 +423,10 @@ def settle(
     _check_values(who, given, training)
     with named(who):
         run = _make_run(who, model, training, given)
-    where = run.execution.placement
-    return replace(model, placement=where, numerics=run.execution.numerics), run
+    own = run.execution
+    stops = tuple(dict.fromkeys((*model.stop_tokens, *own.sampling.stop_tokens)))
+    how = {"placement": own.placement, "numerics": own.numerics, "stop_tokens": stops}
+    return replace(model, **how), run
 
 
 def _check_values(who: str, given: Mapping[str, Any], training: Any) -> None:

@@ -136,10 +136,14 @@ class Rollout:
 
     @property
     def finished_episodes(self) -> jax.Array:
-        """bool[B / parts], `finished` of each episode's last row."""
+        """bool[B / parts], `finished` of each episode's last row, which has a prompt.
+
+        A row may have lost its only token, an end token, in what a divergent sampler reports.
+        """
         if self.parts == 1:
             return self.finished
-        there, finished = (x.reshape(-1, self.parts) for x in (self.lengths > 0, self.finished))
+        made = self.prompt_lengths > 0
+        there, finished = (x.reshape(-1, self.parts) for x in (made, self.finished))
         last = jnp.sum(there, axis=1, keepdims=True, dtype=jnp.int32) - 1
         return jnp.take_along_axis(finished, last, axis=1)[:, 0]
 

@@ -564,8 +564,8 @@ class AdaptiveKL:
     horizon: int = 10_000
 
     def __post_init__(self) -> None:
-        if not self.target > 0.0:
-            raise InputError(f"target is {self.target}; the KL to be held must be positive")
+        if not 0.0 < self.target < math.inf:
+            raise InputError(f"target is {self.target}; the KL held must be positive and finite")
         if not self.horizon >= 1:
             raise InputError(f"horizon is {self.horizon}; it must be at least 1 sequence")
 

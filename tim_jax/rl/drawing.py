@@ -124,7 +124,7 @@ class Text:
         return dated(self.tokenizer, dict(self.template_options), self.now)
 
     def completions(self, rollout: Rollout) -> list[str]:
-        """The responses as text, stop tokens left out."""
+        """The responses as text, without special tokens; other stop tokens stay."""
         responses, lengths = jax.device_get((rollout.responses, rollout.lengths))
         rows = (r[:n].tolist() for r, n in zip(responses, lengths, strict=True))
         return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]

@@ -158,6 +158,7 @@ class Learning:
         rules.check_learning(
             objective, self.correction, mode=self.mode, samples=self.samples, updates=1
         )
+        rules.check_counts(max_skipped=self.max_skipped)
         if self.micro_batch is not None and self.micro_batch < 1:
             raise InputError(f"Learning: micro_batch must be positive, got {self.micro_batch}")
         if objective.balance_coefficient and self.routing == "own":

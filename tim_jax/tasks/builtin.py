@@ -300,7 +300,8 @@ def arithmetic(
         signs = ["+-*"[below(rng, 3)] for _ in terms[1:]]
         text = terms[0] + "".join(f" {s} {t}" for s, t in zip(signs, terms[1:], strict=True))
         how = f" {CALLED}" if explain else ""
-        return Example(f"What is {text}?{how} {ANSWERED}", calculator(text))
+        value = arithmetic_value(ast.parse(text, mode="eval").body, largest=_LARGEST_PRODUCT)
+        return Example(f"What is {text}?{how} {ANSWERED}", str(value))
 
     task = _task("arithmetic", draw, in_turns, seed, (train_size, eval_size))
     respond = tools([calculator], reward=_last_number, role=role)

@@ -643,6 +643,7 @@ def test_a_log_prob_that_rounding_made_positive_is_zero():
     ("values", "ended", "end"),
     [
         ({"finish_reason": "length"}, "cut", None),
+        ({"stop_type": "limit"}, "cut", None),
         ({"finish_reason": "stop"}, "token", None),
         ({"finish_reason": "stop", "stop": ["</s>"]}, None, None),
         ({"finish_reason": "stop", "stop": ["</s>"], "stop_reason": None}, "token", None),

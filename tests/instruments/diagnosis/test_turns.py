@@ -178,6 +178,13 @@ def test_episodes_are_read_of_lines_of_any_format():
     assert [(one.episode, one.turn) for one in found] == [("3", 0), ("a", None)]
 
 
+def test_one_token_of_padding_is_no_break():
+    """Of a batch that is filled up to one width, one token more than this response has."""
+    filled = FIRST | {"response_token_ids": [0, 1, 9, 7], "mask": [1, 1, 1, 0]}
+    episode = [row | {"episode": "z"} for row in (filled, second([0, 1, 9]))]
+    assert find_breaks(TOKENIZER, collected(episode)) == ()
+
+
 @pytest.mark.slow  # compiles a forward
 def test_a_diagnosis_names_turns_that_were_tokenised_again():
     empty = [row | {"logprobs": [0.0] * len(row["response_token_ids"])} for row in EPISODES]

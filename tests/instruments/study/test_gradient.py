@@ -11,7 +11,7 @@ import tiny
 
 from tim_jax import mismatch
 from tim_jax.app.config import toml
-from tim_jax.app.run import sources
+from tim_jax.app.run import folders, sources
 from tim_jax.common.errors import InputError
 from tim_jax.common.types import Rollout
 from tim_jax.instruments.study import definition, gradient, measurement
@@ -191,6 +191,21 @@ def test_a_source_that_the_model_cannot_have_is_refused_before_training(policy):
     configs = measurement.horizons(one, policy.config.model_dump(exclude_none=True))
     with pytest.raises(InputError, match="ranks = 3 must divide the model's num_heads"):
         measurement.check(one, configs)
+
+
+@pytest.mark.parametrize("change", [{"steps": 5}, {"model": {"preset": "small"}}], ids=str)
+def test_a_horizon_changes_nothing_that_trains_the_policy(policy, change):
+    one = study(name="one", horizon={"early": change})
+    with pytest.raises(InputError, match=r"one: horizon\.early\.(steps|model\.preset): all horizo"):
+        measurement.horizons(one, policy.config.model_dump(exclude_none=True))
+
+
+def test_two_measurements_in_one_folder_are_refused(policy, tmp_path):
+    held = folders.Lock(tmp_path)
+    with pytest.raises(InputError, match=f"{tmp_path} is in use by process"):
+        next(measurement.measure(study(), policy, {}, tmp_path))
+    held.release()
+    assert list(measurement.measure(study(), policy, {}, tmp_path)) == []
 
 
 def checked(policy, changes, **of_study):

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from study_files import CACHE, FILE, stated, write_run
@@ -21,7 +22,7 @@ from study_files import CACHE, FILE, stated, write_run
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.run import folders
-from tim_jax.common.errors import InputError
+from tim_jax.common.errors import NOT_FINITE, InputError
 from tim_jax.instruments import study
 from tim_jax.instruments.study import definition, measurement, running
 from tim_jax.instruments.study.definition import Outcome, Study, Test
@@ -295,11 +296,11 @@ def test_a_run_whose_export_failed_is_tried_again(file, monkeypatch):
         started.append(Path(command[-1]).with_suffix(""))
         stdout.write(b"tim-jax: cannot write model: No space left on device\n")
         stdout.flush()
-        return SimpleNamespace(poll=lambda: 2, returncode=2)
+        return SimpleNamespace(pid=2, poll=lambda: 2, returncode=2)
 
     def mend(command, **_):
         chart.touch()
-        return SimpleNamespace(poll=lambda: 0, returncode=0)
+        return SimpleNamespace(pid=2, poll=lambda: 0, returncode=0)
 
     monkeypatch.setattr(running, "_POLL", 0.0)
     monkeypatch.setattr(subprocess, "Popen", fail)
@@ -321,7 +322,7 @@ def test_who_waits_for_a_study_sees_where_its_runs_are(file, monkeypatch):
         stdout.write(b"step 1/3  reward 0.500\n")
         stdout.flush()
         write_run(one.runs[0], [0.5, 0.5, 0.5])
-        return SimpleNamespace(poll=lambda: next(polls), returncode=0)
+        return SimpleNamespace(pid=2, poll=lambda: next(polls), returncode=0)
 
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setattr(running, "_SAY", -1.0)
@@ -342,9 +343,9 @@ def test_a_run_that_another_process_has_is_said_once_and_tried_again(file, monke
         if len(tried) < 3:
             stdout.write(b"tim-jax: runs/x is in use by process 1\n")
             stdout.flush()
-            return SimpleNamespace(poll=lambda: 2, returncode=2)
+            return SimpleNamespace(pid=2, poll=lambda: 2, returncode=2)
         write_run(one.runs[0], [0.5, 0.5, 0.5])
-        return SimpleNamespace(poll=lambda: 0, returncode=0)
+        return SimpleNamespace(pid=2, poll=lambda: 0, returncode=0)
 
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setattr(running, "_POLL", 0.0)
@@ -409,6 +410,10 @@ def test_a_folder_in_use_is_told_whatever_its_owner_writes_after(file):
         assert running._ended(one, ended) == running._BUSY
         of_an_earlier_one = ended._replace(before=len(refused))
         assert "ended with status 2: step 12/80" in running._ended(one, of_an_earlier_one)
+        # Another call's run, which this one's process kept out, writes to the log as well.
+        log.write_text(f"what went wrong\n{refused.replace('1', f'{process.pid} on a host')}")
+        assert "ended with status 2: what went wrong" in running._ended(one, ended)
+        log.write_text(f"{refused}step 12/80\n")
         process.returncode = -signal.SIGKILL
         words = "was killed by SIGKILL, as where memory is short: step 12/80"
         assert words in running._ended(one, of_an_earlier_one)
@@ -587,6 +592,23 @@ def test_the_shipped_studies_are_whole(capsys):
         # Others have a model or problems that come from the network.
         if not path.stem.endswith("_gpu") and "smollm2" not in path.stem:
             measurement.check(one, configs)
+
+
+def test_a_policy_that_did_not_end_well_is_not_measured(tmp_path, monkeypatch):
+    """Its newest checkpoint may be of any step."""
+    path = tmp_path / "gradient.toml"
+    (tmp_path / "base.toml").write_text(tiny.RUN)
+    path.write_text(
+        'kind = "gradient"\nbase = "base.toml"\nhypothesis = "x"\n'
+        'common.learner.objective = { preset = "rloo" }\n'
+        'source.int4.mismatch = [{ name = "quantised_weights", dtype = "int4" }]\n'
+    )
+    status = NOT_FINITE.status
+    ends = [sys.executable, "-c", f"import sys; print('no number'); sys.exit({status})"]
+    monkeypatch.setattr(running, "_command", lambda path: ends)
+    for _ in range(2):  # the second time nothing is left to run
+        with pytest.raises(InputError, match=r"ended before its last step .*no policy to"):
+            study.run(path, folder=tmp_path / "out", jobs=1)
 
 
 def test_a_measurement_of_episodes_is_refused(tmp_path, capsys):

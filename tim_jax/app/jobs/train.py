@@ -224,7 +224,8 @@ def _train(config: RunConfig) -> None:
     with folders.open_run(
         section.folder, text, may_change=folders.changeable(config), keep=section.keep
     ) as run:
-        placement.led(partial(folders.record_start, run.folder))
+        if not folders.list_steps(run.folder):  # an older version may have begun it, without a date
+            placement.led(partial(folders.record_start, run.folder))
         planning.check_memory(config)
         measured = run.folder / "calibration.json"
         with folders.as_it_was(measured):
@@ -387,7 +388,7 @@ def follow(job: Job, run: Run, before: Start) -> None:
     with ExitStack() as stack:
         file = None if placement.leads() else stack.enter_context(open(os.devnull, "w"))
         display = stack.enter_context(
-            Display(total=config.steps, start=start, title=title, extra=extra, file=file)
+            Display(total=config.steps, start=max(start, 0), title=title, extra=extra, file=file)
         )
         more = stack.enter_context(loggers.extra_sinks(config, run.folder, start))
         preemption = stack.enter_context(Preemption())

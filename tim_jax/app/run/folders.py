@@ -112,7 +112,7 @@ class Run:
         self,
         folder: Path,
         *,
-        lock: "_Lock | None",
+        lock: "Lock | None",
         keep: int,
         resumed: bool,
         changed: Sequence["Difference"] = (),
@@ -331,7 +331,7 @@ def _open_locked(
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_links(folder)
         _refuse_lost_checkpoints(folder)
-        lock = _Lock(folder)
+        lock = Lock(folder)
     except OSError as error:
         raise InputError(f"cannot use the run folder {folder}: {error.strerror}") from error
     try:
@@ -566,8 +566,12 @@ def _write_config(folder: Path, config: str) -> None:
         write_text(path, config)
 
 
-class _Lock:
-    """The kernel's lock on a file, which ends with the process, however that ends."""
+class Lock:
+    """The kernel's lock on a folder, which ends with the process, however that ends.
+
+    Raises:
+      InputError: another process has it.
+    """
 
     def __init__(self, folder: Path):
         self._file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -580,7 +584,7 @@ class _Lock:
             self.release()
             raise InputError(
                 f"{folder} is in use by {owner or 'another process'}; wait for it to end"
-                " or set another run.folder"
+                " or take another folder"
             ) from error
         except OSError:
             self.release()

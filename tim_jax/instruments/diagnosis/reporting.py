@@ -380,8 +380,9 @@ def _breaks_of_prompts(
     starts = [len(turn.prompt) for turn in turns]
     for number, (last, turn) in enumerate(pairwise(turns), 1):
         before = (*last.prompt, *last.tokens)
-        if (place := _first_difference(before, turn.prompt)) is None:
-            continue
+        place = _first_difference(before, turn.prompt)
+        if place is None or (place == len(before) - 1 and not last.kept[-1]):
+            continue  # a last token that nobody drew may be padding
         own = max((i for i in range(number) if starts[i] <= place), default=None)
         token = place if own is None else place - starts[own]
         later = f"the prompt of turn {number}"

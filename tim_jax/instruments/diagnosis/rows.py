@@ -20,7 +20,7 @@ SHAPING = (
 # How a response ended: by an end token, by something else (a stop string, a tool call, an abort),
 # or it was cut at the longest length.
 Ended = Literal["token", "other", "cut"]
-_CUT = ("length", "max_tokens", "max_length", "max_new_tokens")
+_CUT = ("length", "limit", "max_tokens", "max_length", "max_new_tokens")
 _STOPPED = ("stop", "eos", "eos_token", "end_turn", "stop_token")
 
 

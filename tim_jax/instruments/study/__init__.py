@@ -9,7 +9,9 @@ from typing import Any
 
 from tim_jax.app.config import toml
 from tim_jax.app.config.run import RunConfig
+from tim_jax.app.run import folders
 from tim_jax.common import waiting
+from tim_jax.common.errors import InputError
 from tim_jax.common.inputs import expanded
 from tim_jax.common.inputs import shipped as shipped_path
 from tim_jax.instruments.study import definition, measurement, report, running
@@ -75,7 +77,13 @@ def _measure(study: GradientStudy, base: dict[str, Any], folder: Path, *, source
     seed = int(plain.get("seed", RunConfig().seed))
     one = running.state(study, [run], folder, seeds=[seed])
     running.run(one, jobs=1, say=_say)
-    policy = measurement.trained(run.config(seed, one.runs[0].folder))
+    (base,) = one.runs
+    if not folders.finished(base.folder):
+        raise InputError(
+            f"study: {base}: the run ended before its last step ({base.log}), so there is no policy"
+            " to measure; change its settings, and give the study another folder (--folder)"
+        )
+    policy = measurement.trained(run.config(seed, base.folder))
     records = measurement.measure(study, policy, configs, folder)
     for record in waiting.each(records, "measuring gradients", about=waiting.COMPILES):
         bias = measurement.estimate(record, measurement.RECOMPUTE, "bias")

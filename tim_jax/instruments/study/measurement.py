@@ -5,6 +5,7 @@ line of measured.jsonl; what is there is not measured again.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired
@@ -142,12 +143,29 @@ def trained(config: RunConfig) -> Trained:
     return Trained(config, model, jax.tree.map(jnp.asarray, read.state["params"]))
 
 
+_OF_TRAINING = frozenset({"steps", "lora", "optimizer", "warmup", "eval", "exact", "run"}) | {
+    f"model.{key}" for key in ("path", "preset", "architecture")
+}
+
+
 def horizons(study: GradientStudy, run: Mapping[str, Any]) -> dict[str, RunConfig]:
-    """Name -> the run's configuration with the horizon's changes."""
-    changes = study.horizon or {WHOLE: {}}
+    """Name -> the run's configuration with the horizon's changes.
+
+    Raises:
+      InputError: a change is of what trains the policy, of which there is one.
+    """
+    if not study.horizon:
+        return {WHOLE: toml.build(run)}
+    for name, change in study.horizon.items():
+        of_model = {f"model.{key}" for key in change.get("model", {})}
+        if of_training := sorted(_OF_TRAINING & {*change, *of_model}):
+            raise InputError(
+                f"{study.name}: horizon.{name}.{of_training[0]}: all horizons measure one policy,"
+                " which the base trains; put it into [common]"
+            )
     return {
         name: toml.build(merged(run, change), source=f"horizon.{name}")
-        for name, change in changes.items()
+        for name, change in study.horizon.items()
     }
 
 
@@ -223,12 +241,17 @@ def measure(
     A record is a function of the study and the policy alone, so that a study that was cut short
     goes on to the same lines. Where gradients are projected, and so are small and of a large model,
     each batch is kept in the folder as well.
+
+    Raises:
+      InputError: another process measures in this folder.
     """
-    path = folder / "measured.jsonl"
-    done = {(r["horizon"], r["source"]) for r in records(folder)}
-    whole = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
-    lines = JsonLines(path, offset=whole)
-    try:
+    path, lock = folder / "measured.jsonl", folders.Lock(folder)
+    with ExitStack() as stack:
+        stack.callback(lock.release)
+        done = {(r["horizon"], r["source"]) for r in records(folder)}
+        whole = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
+        lines = JsonLines(path, offset=whole)
+        stack.callback(lines.close)
         for name, config in configs.items():
             left = [s for s in study.source if (name, s) not in done]
             if not left:
@@ -245,8 +268,6 @@ def measure(
                     record |= bound_constants(measuring, study.dial(source), states=study.states)
                 lines.write(0, record)
                 yield record
-    finally:
-        lines.close()
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -196,7 +196,12 @@ def _command(path: Path) -> list[str]:
 
 def _ended(one: Planned, ended: _Running) -> str:
     """ "" if the run is done, else what to say of it."""
-    status, last = ended.process.returncode, _last_line(one)
+    status = ended.process.returncode
+    # Another call's process may write to the same log: the one that has the folder, or one that is
+    # refused because this process has it.
+    lines = one.log.read_bytes()[ended.before :].decode(errors="replace").splitlines()
+    lines = [line for line in lines if f"process {ended.process.pid} on " not in line]
+    last = lines[-1] if lines else ""
     if status == 0 and one.done:
         return ""
     if status == errors.NOT_FINITE.status:
@@ -204,8 +209,7 @@ def _ended(one: Planned, ended: _Running) -> str:
         with writing(path):
             write_json(path, {"status": status, "line": last})
         return ""
-    # Not the last line alone: the process that has the folder writes to the same log.
-    if _BUSY.encode() in one.log.read_bytes()[ended.before :]:
+    if any(_BUSY in line for line in lines):
         return _BUSY
     how = f"ended with status {status}"
     if status < 0:
