@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 import tiny
 
-from tim_jax import mismatch
 from tim_jax.app import cli
 from tim_jax.app.config import toml
 from tim_jax.app.jobs import train
@@ -22,8 +21,7 @@ from tim_jax.common import waiting
 from tim_jax.common.errors import ENDINGS, InputError
 from tim_jax.model import hf
 from tim_jax.model.execution import Execution, Sampling, check_compiler_options
-from tim_jax.numerics import Numerics
-from tim_jax.rl.drawing import Sample
+from tim_jax.rl.drawing import Sample, Text
 from tim_jax.rl.loop import Step
 from tim_jax.tasks import custom
 from tim_jax.tasks.base import Example, Grade, Message, Task
@@ -548,10 +546,8 @@ def test_none_makes_no_section(tmp_path):
 
 def test_options_that_no_template_reads_are_said():
     config = toml.load(None, ['model={preset="tiny", template_options={enable_thinking=false}}'])
-    text = SimpleNamespace(tokenizer=character_tokenizer("1"), chat_template="auto")
-    execution = SimpleNamespace(lora=None, numerics=Numerics())
-    sampler = SimpleNamespace(mismatch=mismatch.EXACT, max_staleness=0)
-    programs = SimpleNamespace(training=SimpleNamespace(sampler=sampler))
+    text, execution = Text(character_tokenizer("1"), 8), SimpleNamespace(lora=None)
+    programs = SimpleNamespace(training=SimpleNamespace(describe_sampler=lambda: []))
     job: Any = SimpleNamespace(config=config, text=text, execution=execution, programs=programs)
     (line,) = train._describe_run(job)
     assert line == "model.template_options.enable_thinking: no prompt depends on it"
