@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
@@ -87,7 +88,7 @@ def main() -> int:
     check = Check(out, arguments.smoke, time.monotonic(), 60 * arguments.minutes)
     if arguments.again:
         check.ledger.path.unlink(missing_ok=True)
-    check.ledger.forget(parts, records.FAILED, records.RUNNING)
+    check.again = check.ledger.forget(parts, records.FAILED, records.RUNNING)
     for stage in STAGES:
         check.run(replace(stage, parts=tuple(part for part in stage.parts if part in parts)))
     text, status = check.write()
@@ -122,6 +123,7 @@ class Check:
     smoke: bool
     start: float  # a reading of `time.monotonic`
     seconds: float
+    again: Collection[str] = ()  # parts of which an earlier call has a case to try again
 
     def __post_init__(self) -> None:
         self.seconds *= _SMOKE_PATIENCE if self.smoke else 1
@@ -158,7 +160,7 @@ class Check:
     def _is_done(self, parts: tuple[str, ...]) -> bool:
         """Whether an earlier call has a result of every case of these parts."""
         found = [r for r in self.ledger.records().values() if r.part in parts]
-        named = {record.part for record in found} == set(parts)
+        named = {record.part for record in found} == set(parts) and not {*self.again} & {*parts}
         return named and not any(record.status == records.LEFT for record in found)
 
     def _begin(self, stage: Stage, until: float) -> subprocess.Popen:

@@ -91,15 +91,16 @@ class Ledger:
                 _write(file, Record(chosen.part, chosen.name, RUNNING, process=os.getpid()))
             return chosen
 
-    def forget(self, parts: Sequence[str], *statuses: str) -> None:
-        """Drops records of these parts and statuses: they are to be tried again."""
+    def forget(self, parts: Sequence[str], *statuses: str) -> set[str]:
+        """Drops records of these parts and statuses, to be tried again; the parts that had some."""
         with self._locked() as file:
-            kept = [
-                r for r in _read(file).values() if r.part not in parts or r.status not in statuses
-            ]
+            found = list(_read(file).values())
+            dropped = [r for r in found if r.part in parts and r.status in statuses]
             file.truncate(0)
-            for record in kept:
-                _write(file, record)
+            for record in found:
+                if record not in dropped:
+                    _write(file, record)
+            return {record.part for record in dropped}
 
     def close(self, process: int, status: str, reason: str) -> list[str]:
         """Gives this status to what was running when the process ended. Returns the names."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -31,7 +32,7 @@ from tim_jax.tasks.rows import read_rows
 from tim_jax.tasks.text import character_tokenizer
 
 REWARDS = r"""
-import ctypes, os, re, signal, sys, time
+import ctypes, os, re, signal, subprocess, sys, time
 
 calls = 0
 
@@ -85,6 +86,12 @@ def never_matches(prompts, completions, answers):
 def stuck_later(prompts, completions, answers):
     rewards = [0.0 for c in completions]
     time.sleep(60)
+
+def starts_a_program(prompts, completions, answers):
+    child = subprocess.Popen(["sleep", "1000"])
+    with open("child", "w") as file:
+        file.write(str(child.pid))
+    child.wait()
 
 def endless(prompts, completions, answers):
     while True:
@@ -266,6 +273,22 @@ def test_a_reward_that_never_returns_is_ended_and_its_example_named(name, isolat
     code, example = STUCK[name]
     number = next(n for n, text in enumerate(REWARDS.splitlines(), 1) if code in text)
     assert f"bad_rewards.py, line {number}{example}" in line
+
+
+def test_a_program_that_a_reward_started_ends_with_it(isolated):
+    assert "took longer" in refused(isolated("starts_a_program", 3.0))
+    until = time.monotonic() + 20
+    while is_running(Path("/proc", Path("child").read_text(), "status")):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def is_running(status):
+    """Whether a process is; one that has ended may be there until somebody waits for it."""
+    try:
+        return "State:\tZ" not in status.read_text()
+    except OSError:
+        return False
 
 
 def test_a_long_call_says_what_is_waited_for(isolated, monkeypatch, capsys):

@@ -132,9 +132,27 @@ def test_a_case_whose_process_died_has_failed_and_is_not_run_again(records, ledg
     run(records, ledger, cases)
     assert ran == []
     assert statuses(ledger) == {"crash": "FAILED", "next": "measured"}
-    ledger.forget([""], records.FAILED)
+    assert ledger.forget([""], records.FAILED) == {""}
+    assert ledger.forget([""], records.FAILED) == set()
     run(records, ledger, cases)
     assert ran == [1]
+
+
+def test_a_stage_with_a_case_to_try_again_is_not_done(tmp_path):
+    code = """
+import runpy, sys
+from pathlib import Path
+sys.path[:0] = ["scripts", "scripts/gpu_check"]
+import records
+check = runpy.run_path("scripts/gpu_check")["Check"](Path(sys.argv[1]), True, 0.0, 1.0)
+check.ledger.put(records.Record("kernels", "one", "passed"))
+check.ledger.put(records.Record("kernels", "two", records.FAILED))
+assert check._is_done(("kernels",))
+check.again = check.ledger.forget(["kernels"], records.FAILED)
+assert not check._is_done(("kernels",))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    subprocess.run(command, cwd=SCRIPTS.parent, check=True)
 
 
 def test_processes_share_cases_and_keep_to_a_group(records, ledger):

@@ -443,7 +443,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     _for_libtpu()
     if (file := arguments.architecture) is not None:  # else rules would hold of the config's model
-        of_file = f"model={{path={json.dumps(str(file))}}}"
+        of_file = f"model={{path={json.dumps(str(file), ensure_ascii=False)}}}"
         arguments.overrides = [*arguments.overrides, of_file]
     config = _config(arguments)
     from tim_jax.app.jobs import planning

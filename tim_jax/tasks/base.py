@@ -112,7 +112,7 @@ class Reply:
 
     Attributes:
       content: text, which becomes the next user's message; messages; or tokens, which follow the
-        completion as they are. Nobody reads it where `done`.
+        completion as they are. Where `done` it is checked, and appended nowhere.
       reward: of this turn, a finite number. An episode's reward is the sum over its turns.
       done: whether the episode ends here.
     """

@@ -247,10 +247,7 @@ class Pool:
                 del bodies[order[place]]
             except (KeyError, TypeError, ValueError, IndexError):  # it has ended, or sent nonsense
                 self._busy.discard(worker)
-                end = _ended(worker)
-                with suppress(OSError):  # programs that it has started
-                    os.killpg(worker.pid, signal.SIGKILL)
-                return end
+                return _ended(worker)
             if not bodies:
                 self._free(worker)
             call.outcomes.put((order[place], outcome))
@@ -311,9 +308,11 @@ class Pool:
 
 
 def _ended(worker: "_Worker") -> Outcome:
-    """Ends a worker that gave no answer, and says what it did."""
+    """Ends a worker that gave no answer, and the programs it has started; says what it did."""
     (_, stack), late = worker.notes(), worker.late
     code = worker.end(END_SECONDS if worker.quiet else CLOSE_SECONDS)
+    with suppress(OSError):
+        os.killpg(worker.pid, signal.SIGKILL)
     if stack or late or (worker.quiet and code == -signal.SIGPROF):
         return Outcome(None, TIMEOUT, stack)
     if worker.forced:  # it hangs, but nothing can be heard of it

@@ -1109,6 +1109,8 @@ def test_an_architecture_has_positions_of_its_own(config, monkeypatch, capsys):
     assert "more than the model's" in capsys.readouterr().err
     assert cli.main([*words, "--architecture", "large.json"]) == 2
     assert capsys.readouterr().err == "tim-jax: plans large.json for 5000 tokens\n"
+    assert cli.main([*words, "--architecture", "\N{GRINNING FACE}.json"]) == 2
+    assert "plans \N{GRINNING FACE}.json for" in capsys.readouterr().err
 
 
 def planned(config, folder: Path, *words: str) -> tuple[dict, str]:

@@ -111,6 +111,8 @@ def test_the_least_work_is_the_models_own():
     least = roofline.least(work, "update")
     assert least.flops == pytest.approx(3 * flops, rel=1e-3)
     assert roofline.least(work, "scoring").flops == pytest.approx(flops, rel=1e-3)
+    of_four = roofline.least(work.varied(mini_batches=4), "update")
+    assert of_four.flops == pytest.approx(3 * flops / 4, rel=1e-3)  # one of the step's updates
     sampler = roofline.least(work, "sampler")
     # Of 8 prompts once, without logits, and of 64 responses.
     prompt = 2 * (parameters - 151936 * 1024) * 1024 + 2 * layers * heads * size * 1024 * 1025

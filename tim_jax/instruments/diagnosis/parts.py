@@ -41,7 +41,7 @@ _BAD, _RARE = 0.1, 0.01  # nats and share of tokens that are taken for outside o
 # Nats by which an end token that is named but not there speaks for one that was stripped.
 _NAMED = 7.0
 _GOES_ON = 7.0  # and by which an end token that did not end a response speaks against it
-_MOST_ODD = 0.1  # of the tokens, in rows that differ while the others agree to the bit
+_MOST_ODD = 0.1  # of the tokens, in rows that differ while the others agree to within 1e-5
 _SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 

@@ -389,7 +389,7 @@ def _bad_part(tokens: Tokens, judged: Sequence[Judged]) -> Part | None:
 
 
 def _odd_rows(tokens: Tokens, judged: Sequence[Judged]) -> Part | None:
-    """A few rows that differ by more than numerics, where the others agree to the bit."""
+    """A few rows that differ by more than numerics, where the others agree to 1e-5."""
     part = parts.of_few_rows(tokens, _ROUNDING)
     if part is None or len(part.places) < _ENOUGH:
         return None

@@ -428,7 +428,7 @@ class Least:
 
 
 def least(workload: Workload, stage: str) -> Least:
-    """Of a stage: "sampler", "scoring" or "update", all responses being the longest.
+    """Of a stage: "sampler", "scoring" or one "update", all responses being the longest.
 
     With the workload's `mean_tokens` the learner's sequences have its `lengths`. A sampler reads
     the prompt of a group once, and has the logits of what it draws alone.
@@ -436,7 +436,8 @@ def least(workload: Workload, stage: str) -> Least:
     execution = workload.training.drawing if stage == "sampler" else workload.execution
     config, where = execution.config, execution.placement
     prompt, response = workload.prompt_length, execution.sampling.max_tokens
-    length, rows = prompt + response, workload.sequences // where.shards
+    total = workload.training.rows if stage == "update" else workload.sequences
+    length, rows = prompt + response, total // where.shards
     per_token = 2 * _active_parameters(config)
     heads, key, value = config.attention
     per_pair = 2 * config.num_heads * (key + value)  # of a token and one that it attends to
