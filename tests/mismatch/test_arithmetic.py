@@ -70,6 +70,13 @@ def test_integers_are_whole_and_bounded(name, largest):
     assert cache.nearest(x, name).tolist() == expected
 
 
+@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
+def test_what_is_smaller_than_any_weight_is_zero_in_a_scaled_format(name):
+    x = jnp.asarray([1e-37, 0.0, -1e-38], jnp.float32)
+    found = cache.scaled(x, name, largest=jnp.max(x, keepdims=True), fence=lambda y: y)
+    assert (np.asarray(found) == 0.0).all()
+
+
 def test_a_scaled_format_keeps_the_largest_and_zero():
     x = np.array([[0.3, -8.0, 0.0], [0.0, 0.0, 0.0]], np.float32)
     largest = np.abs(x).max(axis=1, keepdims=True)

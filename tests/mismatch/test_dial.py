@@ -426,6 +426,7 @@ MEASURED = replace(
     decode_head_columns=8,
 )
 TO_BF16 = {"name": "compute", "dtype": "bfloat16"}
+RANKS = {"name": "tensor_parallel", "ranks": 2, "exchange": "compute"}
 INTERPRETED = replace(GPU_EXACT_F32, interpret=True)
 
 
@@ -461,6 +462,23 @@ def test_another_dtype_has_nothing_of_what_was_measured_of_the_learners():
     assert there == replace(unmeasured, compute_dtype="bfloat16")
     own = dials.dial({"name": "compute", "dtype": "float32"})
     assert own.numerics(MEASURED) == MEASURED
+
+
+@pytest.mark.parametrize("changes", [{"name": "split_k", "pieces": 2}, RANKS], ids=str)
+def test_parts_of_products_have_nothing_that_was_measured_of_whole_ones(changes):
+    found = dials.dial(changes).numerics(MEASURED)
+    assert found.rows_by_contraction == ()
+    assert found.decode_head_columns is None
+    whole = changes | {"pieces" if "pieces" in changes else "ranks": 1}
+    assert dials.dial(whole).numerics(MEASURED) == MEASURED
+
+
+def test_a_strength_of_0_is_taken_by_every_model():
+    """A study's axis may begin at it."""
+    mixture = replace(dials.EXECUTION, config=PRESETS["qwen3-moe-awkward"])
+    mismatch.check(dials.dial(RANKS | {"ranks": 1}), mixture)
+    late = {"name": "in_flight_updates", "updates": 0, "every": 3}
+    mismatch.check(dials.dial(late), replace(mixture, routing="compared"))
 
 
 @pytest.mark.parametrize("name", ["compute", "lm_head", "router", "expert_choice"])

@@ -188,6 +188,25 @@ def test_half_precision_survives_the_round_trip(dtype, tmp_path):
         assert again.state_dict()[key].dtype == getattr(torch, dtype)
 
 
+def test_a_bias_that_chooses_experts_stays_float32(tmp_path):
+    """As engines have it: rounded, other experts are chosen."""
+    config = hf.from_hf(json.loads(make_config("deepseek_v3").to_json_string(use_diff=False)))
+    params = init_params(config, 0)
+    bias = [
+        name for name, *_ in hf.checkpoint_tensors(config) if name.endswith("score_correction_bias")
+    ]
+    params["layers"]["router_bias"] = params["layers"]["router_bias"] + np.float32(7.01)
+    hf.save(tmp_path / "ours", params, config, dtype="bfloat16")
+    again = hf.load_params(tmp_path / "ours", config)
+    np.testing.assert_array_equal(again["layers"]["router_bias"], params["layers"]["router_bias"])
+    dtypes = {
+        name: array.dtype for name, array in hf.named_arrays(params, config, dtype="bfloat16")
+    }
+    assert bias
+    assert {dtypes.pop(name) for name in bias} == {np.dtype(np.float32)}
+    assert np.dtype(np.float32) not in dtypes.values()
+
+
 def test_every_case_initialises_as_transformers_does():
     for name in CASES:
         theirs = make_config(name)

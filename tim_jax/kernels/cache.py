@@ -60,7 +60,8 @@ def scaled(
     from -8) on, and `largest` is half a step beyond the largest, 127.5.
     """
     most = _LARGEST[name] + 0.5 * full
-    scale = fence(jnp.where(largest > 0, largest, 1.0) * (1.0 / most))
+    # What is smaller than any weight in use is 0: the inverse of its scale would be infinite.
+    scale = fence(jnp.where(largest > 1e-30, largest, 1.0) * (1.0 / most))
     inverse = fence(1.0 / scale)
     wide = fence(x * jnp.broadcast_to(inverse, x.shape))
     quantised = jnp.clip(jnp.round(wide), -most - 0.5, most - 0.5) if full else nearest(wide, name)

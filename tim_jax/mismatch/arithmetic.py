@@ -193,7 +193,9 @@ class SplitK(Entry):
     name, kind = "split_k", "kernels"
 
     def numerics(self, numerics: Numerics) -> Numerics:
-        return replace(numerics, order=replace(numerics.order, split_k=self.pieces))
+        # Rows were measured for whole contractions.
+        found = numerics.uncalibrated if self.pieces > 1 else numerics
+        return replace(found, order=replace(found.order, split_k=self.pieces))
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,8 @@ class TensorParallel(Entry):
         return self.ranks == 1
 
     def check(self, execution: Execution) -> None:
+        if self.inert:
+            return
         where, config = execution.placement, execution.config
         if where.decode == "sharded" and where.fsdp > 1:
             raise self.refuse('needs whole rows of the weights: placement.decode = "whole"')
@@ -229,8 +233,9 @@ class TensorParallel(Entry):
                 raise self.refuse(f"ranks = {self.ranks} must divide the model's {name} = {size}")
 
     def numerics(self, numerics: Numerics) -> Numerics:
-        order = replace(numerics.order, ranks=self.ranks, exchange=self.exchange)
-        return replace(numerics, order=order)
+        found = numerics.uncalibrated if self.ranks > 1 else numerics  # as in `SplitK`
+        order = replace(found.order, ranks=self.ranks, exchange=self.exchange)
+        return replace(found, order=order)
 
 
 @dataclass(frozen=True)

@@ -437,7 +437,7 @@ def _write_weights(
     shards: list[list[tuple[str, np.ndarray]]] = [[]]
     total = filled = 0
     for name, view in _views(jax.tree.map(np.asarray, params), config):
-        size = view.size * np.dtype(DTYPES[dtype]).itemsize
+        size = view.size * np.dtype(DTYPES[_stored_dtype(name, dtype)]).itemsize
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
             filled = 0
@@ -455,9 +455,14 @@ def _write_weights(
         write_json(folder / _INDEX, index)
 
 
+def _stored_dtype(name: str, dtype: str) -> str:
+    """float32 of a bias by which a router chooses, as engines have it: else others are chosen."""
+    return "float32" if name.endswith(".e_score_correction_bias") else dtype
+
+
 def _converted(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     with np.errstate(over="ignore"):
-        converted = np.ascontiguousarray(array.astype(DTYPES[dtype]))
+        converted = np.ascontiguousarray(array.astype(DTYPES[_stored_dtype(name, dtype)]))
     if not np.array_equal(np.isfinite(converted), np.isfinite(array)):
         raise InputError(f"tensor {name!r} has values beyond the range of {dtype}; save as float32")
     return converted
