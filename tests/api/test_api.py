@@ -535,7 +535,7 @@ def test_only_a_rollout_can_be_scored(model):
     with pytest.raises(InputError, match=r"got Frame; its rows are df\.to_dict"):
         tim.score(model, Frame([]))
     with pytest.raises(InputError, match=r"got dict; give one row as \[row\]"):
-        tim.score(model, {"prompt": "1"})
+        tim.score(model, {"prompt": "1"})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

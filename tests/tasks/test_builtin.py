@@ -449,6 +449,6 @@ def test_products_of_the_largest_numbers_have_an_answer(monkeypatch):
     monkeypatch.setattr(builtin, "below", lambda rng, n: 2 if n == 3 else below(rng, n))
     task = builtin.arithmetic(numbers=(16, 16), largest=10**9, train_size=2, eval_size=2)
     for example in task.train:
-        question = example.prompt.partition("?")[0]
+        question = str(example.prompt).partition("?")[0]
         assert example.answer == str(math.prod(map(int, re.findall("[0-9]+", question))))
         assert int(example.answer) > 10**100

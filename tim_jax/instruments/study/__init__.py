@@ -77,13 +77,13 @@ def _measure(study: GradientStudy, base: dict[str, Any], folder: Path, *, source
     seed = int(plain.get("seed", RunConfig().seed))
     one = running.state(study, [run], folder, seeds=[seed])
     running.run(one, jobs=1, say=_say)
-    (base,) = one.runs
-    if not folders.finished(base.folder):
+    (planned,) = one.runs
+    if not folders.finished(planned.folder):
         raise InputError(
-            f"study: {base}: the run ended before its last step ({base.log}), so there is no policy"
+            f"study: {planned}: the run ended before its last step ({planned.log}), so there is no policy"
             " to measure; change its settings, and give the study another folder (--folder)"
         )
-    policy = measurement.trained(run.config(seed, base.folder))
+    policy = measurement.trained(run.config(seed, planned.folder))
     records = measurement.measure(study, policy, configs, folder)
     for record in waiting.each(records, "measuring gradients", about=waiting.COMPILES):
         bias = measurement.estimate(record, measurement.RECOMPUTE, "bias")
