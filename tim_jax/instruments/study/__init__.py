@@ -80,8 +80,8 @@ def _measure(study: GradientStudy, base: dict[str, Any], folder: Path, *, source
     (planned,) = one.runs
     if not folders.finished(planned.folder):
         raise InputError(
-            f"study: {planned}: the run ended before its last step ({planned.log}), so there is no policy"
-            " to measure; change its settings, and give the study another folder (--folder)"
+            f"study: {planned}: the run ended before its last step ({planned.log}), so there is no"
+            " policy to measure; change its settings, and give the study another folder (--folder)"
         )
     policy = measurement.trained(run.config(seed, planned.folder))
     records = measurement.measure(study, policy, configs, folder)
