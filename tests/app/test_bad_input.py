@@ -32,7 +32,7 @@ from tim_jax.tasks.rows import read_rows
 from tim_jax.tasks.text import character_tokenizer
 
 REWARDS = r"""
-import ctypes, os, re, signal, subprocess, sys, time
+import ctypes, os, re, signal, sys, time
 
 calls = 0
 
@@ -88,6 +88,7 @@ def stuck_later(prompts, completions, answers):
     time.sleep(60)
 
 def starts_a_program(prompts, completions, answers):
+    import subprocess
     child = subprocess.Popen(["sleep", "1000"])
     with open("child", "w") as file:
         file.write(str(child.pid))

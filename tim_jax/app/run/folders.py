@@ -593,6 +593,7 @@ class Lock:
         os.register_at_fork(after_in_child=self.release)
 
     def release(self) -> None:
+        """Lets others have the folder; a second call does nothing."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
