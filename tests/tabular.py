@@ -67,10 +67,9 @@ def sentences() -> list[tuple[int, ...]]:
     return [full[i] for i in order]
 
 
-_LENGTHS = np.array([len(words) for words in sentences()] + [0] * (ROWS - len(sentences())))
-_TOKENS = np.zeros((ROWS, LONGEST), np.int32)
-for _row, _words in enumerate(sentences()):
-    _TOKENS[_row, : len(_words)] = _words
+_ROWS = [*sentences(), *[()] * (ROWS - len(sentences()))]
+_LENGTHS = np.array([len(words) for words in _ROWS])
+_TOKENS = np.array([[*words, *[0] * (LONGEST - len(words))] for words in _ROWS], np.int32)
 _BEFORE = np.pad(_TOKENS[:, :-1], ((0, 0), (1, 0)))  # position 0 has none, and takes row 0
 
 

@@ -192,10 +192,13 @@ class SplitK(Entry):
 
     name, kind = "split_k", "kernels"
 
+    @property
+    def inert(self) -> bool:
+        return self.pieces == 1
+
     def numerics(self, numerics: Numerics) -> Numerics:
-        # Rows were measured for whole contractions.
-        found = numerics.uncalibrated if self.pieces > 1 else numerics
-        return replace(found, order=replace(found.order, split_k=self.pieces))
+        order = replace(numerics.order, split_k=self.pieces)
+        return replace(numerics.uncalibrated, order=order)  # measured were whole contractions
 
 
 @dataclass(frozen=True)
@@ -217,8 +220,6 @@ class TensorParallel(Entry):
         return self.ranks == 1
 
     def check(self, execution: Execution) -> None:
-        if self.inert:
-            return
         where, config = execution.placement, execution.config
         if where.decode == "sharded" and where.fsdp > 1:
             raise self.refuse('needs whole rows of the weights: placement.decode = "whole"')
@@ -233,9 +234,8 @@ class TensorParallel(Entry):
                 raise self.refuse(f"ranks = {self.ranks} must divide the model's {name} = {size}")
 
     def numerics(self, numerics: Numerics) -> Numerics:
-        found = numerics.uncalibrated if self.ranks > 1 else numerics  # as in `SplitK`
-        order = replace(found.order, ranks=self.ranks, exchange=self.exchange)
-        return replace(found, order=order)
+        order = replace(numerics.order, ranks=self.ranks, exchange=self.exchange)
+        return replace(numerics.uncalibrated, order=order)  # as in `SplitK`
 
 
 @dataclass(frozen=True)

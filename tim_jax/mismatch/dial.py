@@ -138,7 +138,7 @@ def check(mismatch: Mismatch, execution: Execution) -> None:
             raise entry.refuse(f"stands there twice{how}")
         names.add(mark)
         with entry.named():
-            edited = entry.numerics(numerics)
+            edited = numerics if entry.inert else entry.numerics(numerics)
         for field in difference(numerics, edited):
             if field in setters:
                 raise entry.refuse(f"contradicts {setters[field]!r}: both set {field}")
@@ -148,7 +148,7 @@ def check(mismatch: Mismatch, execution: Execution) -> None:
             raise entry.refuse(f"contradicts {reporter!r}: both decide what is reported")
         reporter = entry.name if entry.reports else reporter
     # By what the sampler has in the end. Of two that clash, the later one is named.
-    for entry in reversed(mismatch.entries):
+    for entry in reversed(mismatch.active):
         entry.check(replace(execution, numerics=numerics))
     _check_together(mismatch, numerics, stop_tokens=execution.sampling.stop_tokens)
     # With the kernels that the sampler has in the end, which may lack a dtype.

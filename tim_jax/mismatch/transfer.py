@@ -160,7 +160,7 @@ class LoraMerge(Entry):
         return self.dtype == "float32"
 
     def check(self, execution: Execution) -> None:
-        if execution.lora is None and not self.inert:
+        if execution.lora is None:
             raise self.refuse("this run trains no adapters, see the section lora")
 
     def numerics(self, numerics: Numerics) -> Numerics:
@@ -200,8 +200,6 @@ class InFlightUpdates(StaleWeights):
     name = "in_flight_updates"
 
     def check(self, execution: Execution) -> None:
-        if self.inert:
-            return
         longest = execution.sampling.max_tokens
         if self.every >= longest:
             raise self.refuse(

@@ -62,6 +62,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 _EMBEDDING, _HEAD = NAMED["embed"].tensor, NAMED["head"].tensor
+_BUFFERS = tuple(w.tensor.rpartition(".")[2] for w in NAMED.values() if w.kind == "buffer")
 _JOINS = "eh_proj.weight"  # which only a layer that predicts further tokens has
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
@@ -456,8 +457,8 @@ def _write_weights(
 
 
 def _stored_dtype(name: str, dtype: str) -> str:
-    """float32 of a bias by which a router chooses, as engines have it: else others are chosen."""
-    return "float32" if name.endswith(".e_score_correction_bias") else dtype
+    """float32 of a buffer, as engines have it: a router's rounded bias chooses other experts."""
+    return "float32" if name.endswith(_BUFFERS) else dtype
 
 
 def _converted(name: str, array: np.ndarray, dtype: str) -> np.ndarray:

@@ -974,6 +974,8 @@ def test_a_monitor_takes_arrays_of_any_library(of):
     assert Monitor()(trainer, rollout, mask).coefficients.tolist() == mask.tolist()
     with pytest.raises(InputError, match=r"rollout has shape \(3, 4\); it must be the mask's"):
         monitor(trainer, rollout[:, :4], mask)
+    with pytest.raises(jax.errors.TracerArrayConversionError):  # JAX says what it is
+        jax.jit(lambda traced: monitor(traced, rollout, mask))(jnp.asarray(trainer, jnp.float32))
     listed = monitor([*map(of, trainer)], [*map(of, rollout)], mask.tolist())
     assert listed.metrics == seen.metrics
     for wrong in ([[-1.0], [-1.0, -2.0]], [["a"]]):

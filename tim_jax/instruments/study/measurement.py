@@ -154,9 +154,8 @@ def horizons(study: GradientStudy, run: Mapping[str, Any]) -> dict[str, RunConfi
     Raises:
       InputError: a change is of what trains the policy, of which there is one.
     """
-    if not study.horizon:
-        return {WHOLE: toml.build(run)}
-    for name, change in study.horizon.items():
+    changes = study.horizon or {WHOLE: {}}
+    for name, change in changes.items():
         of_model = {f"model.{key}" for key in change.get("model", {})}
         if of_training := sorted(_OF_TRAINING & {*change, *of_model}):
             raise InputError(
@@ -165,7 +164,7 @@ def horizons(study: GradientStudy, run: Mapping[str, Any]) -> dict[str, RunConfi
             )
     return {
         name: toml.build(merged(run, change), source=f"horizon.{name}")
-        for name, change in study.horizon.items()
+        for name, change in changes.items()
     }
 
 
