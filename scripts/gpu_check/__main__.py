@@ -160,8 +160,9 @@ class Check:
     def _is_done(self, parts: tuple[str, ...]) -> bool:
         """Whether an earlier call has a result of every case of these parts."""
         found = [r for r in self.ledger.records().values() if r.part in parts]
-        named = {record.part for record in found} == set(parts) and not {*self.again} & {*parts}
-        return named and not any(record.status == records.LEFT for record in found)
+        named = {record.part for record in found} == set(parts)
+        left = any(record.status == records.LEFT for record in found)
+        return named and not left and set(parts).isdisjoint(self.again)
 
     def _begin(self, stage: Stage, until: float) -> subprocess.Popen:
         command = [sys.executable, str(Path(__file__).parent), "--parts", ",".join(stage.parts)]

@@ -363,11 +363,14 @@ def read_rows(who: str, model: Model, rows: Any, *, form: str, **how: Any) -> Co
     if isinstance(rows, Rollout):
         rows = _as_rows(rows, who)
     if not isinstance(rows, str | Path | Iterable) or has_columns(rows):
-        hint = "; its rows are df.to_dict('records'), in polars df.to_dicts()"
-        hint = "; give one row as [row]" if isinstance(rows, Mapping) else hint
+        hint = ""
+        if isinstance(rows, Mapping):
+            hint = "; give one row as [row]"
+        elif has_columns(rows):
+            hint = "; its rows are df.to_dict('records'), in polars df.to_dicts()"
         raise InputError(
             f"{who}: give what tim_jax.sample returns, a file, or rows of another engine, got"
-            f" {type(rows).__name__}{hint if has_columns(rows) else ''}"
+            f" {type(rows).__name__}{hint}"
         )
     return collect(
         readers.read(rows, form=form, pad=model.tokenizer.pad_token_id),
