@@ -969,7 +969,7 @@ def on_day(monkeypatch, day):
         def now(cls, tz=None):
             return datetime(2026, 3, day, 12, tzinfo=tz)
 
-    for module in (chat_template_utils, folders, sources):
+    for module in (chat_template_utils, folders):
         monkeypatch.setattr(module, "datetime", Then)
 
 
