@@ -23,5 +23,7 @@ setup() {
     "$python" -m venv "$VENV" || return 2
   fi
   echo "installing into $VENV (a few minutes the first time) ..."
-  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".${1:+[$1]}"
+  # Most modules are never imported: Python compiles those that are, when they are.
+  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --editable \
+    ".${1:+[$1]}"
 }

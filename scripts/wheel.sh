@@ -11,7 +11,7 @@ trap 'rm -rf "$empty"' EXIT
 "$empty/build/bin/python" -m pip install --quiet build
 "$empty/build/bin/python" -m build --outdir dist . >/dev/null
 "$python" -m venv "$empty/venv"
-"$empty/venv/bin/python" -m pip install --quiet "$(ls -t dist/tim_jax-*.whl | head -1)"
+"$empty/venv/bin/python" -m pip install --quiet --no-compile "$(ls -t dist/tim_jax-*.whl | head -1)"
 export JAX_PLATFORMS=cpu PATH="$empty/venv/bin:$PATH"
 cd "$empty"
 tim-jax --version

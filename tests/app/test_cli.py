@@ -1090,6 +1090,22 @@ def test_no_option_takes_the_default_numerics():
     assert execution.numerics == fixed_numerics("tiles", "float32", length=length)
 
 
+def test_the_machine_is_measured_with_the_compiler_options_of_the_run(folder, monkeypatch):
+    """A range of rows that holds in programs of other options need not hold in the run's."""
+    given = 'numerics.compiler_options={xla_disable_hlo_passes="cse_barrier_expander"}'
+    config, measured = toml.load("tiny.toml", [given]), []
+
+    def calibrate(model, numerics, **_):
+        measured.append(numerics)
+        return numerics
+
+    monkeypatch.setattr(fitting, "calibrate", calibrate)
+    execution = assembly.make_execution(config, sources.make_model(config))
+    assert measured == [execution.numerics]
+    passes = dict(execution.numerics.compiler_options)["xla_disable_hlo_passes"]
+    assert "cse_barrier_expander" in str(passes)
+
+
 def test_configs_of_the_package_are_found_from_anywhere(tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
     assert toml.load("configs/quickstart.toml", ["steps=7"]).steps == 7

@@ -464,6 +464,15 @@ def test_another_dtype_has_nothing_of_what_was_measured_of_the_learners():
     assert own.numerics(MEASURED) == MEASURED
 
 
+def test_other_blocks_of_keys_have_no_row_range_that_was_measured_of_the_learners():
+    blocks = {"name": "tile_sizes", "kv_block": 8}
+    there = dials.dial(blocks).numerics(MEASURED)
+    fixed = {"attention_rows": Rows(16, 16), "whole_kv": False}
+    assert there == replace(MEASURED, kv_block=8, **fixed)
+    there = dials.dial(blocks | {"attention_rows": 4}).numerics(MEASURED)
+    assert there.attention_rows == Rows(4, 4)
+
+
 @pytest.mark.parametrize("changes", [{"name": "split_k", "pieces": 2}, RANKS], ids=str)
 def test_parts_of_products_have_nothing_that_was_measured_of_whole_ones(changes):
     found = dials.dial(changes).numerics(MEASURED)

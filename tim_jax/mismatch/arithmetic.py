@@ -15,6 +15,13 @@ _STAYS = ("_norm", "_bias", "_scale")  # names of what is float32 in any compute
 _TPU_LANES = 128
 
 
+def _with_fixed_attention_rows(numerics: Numerics) -> Numerics:
+    """The same with attention in blocks, whose dots have a fixed number of rows."""
+    rows = numerics.attention_rows
+    fixed = rows if rows.low == rows.high else Numerics.attention_rows
+    return replace(numerics, attention_rows=fixed, whole_kv=False)
+
+
 @dataclass(frozen=True)
 class Compute(Entry):
     """The sampler's weights and activations have another dtype; sums and logits stay float32."""
@@ -26,11 +33,8 @@ class Compute(Entry):
     def numerics(self, numerics: Numerics) -> Numerics:
         if self.dtype == numerics.compute_dtype:
             return numerics
-        rows = numerics.attention_rows
         # What was measured holds for the learner's dtype: in another, bits would follow the batch.
-        fixed = rows if rows.low == rows.high else Numerics.attention_rows
-        found = numerics.in_dtype(self.dtype).uncalibrated
-        return replace(found, attention_rows=fixed, whole_kv=False)
+        return _with_fixed_attention_rows(numerics.in_dtype(self.dtype).uncalibrated)
 
     def weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         def cast(path, leaf: jax.Array) -> jax.Array:
@@ -167,8 +171,8 @@ class TileSizes(Entry):
             rows = Rows(self.attention_rows, self.attention_rows)
             numerics = replace(numerics, attention_rows=rows)
         if self.kv_block is not None:
-            # One dot over all keys would have no blocks.
-            numerics = replace(numerics, kv_block=self.kv_block, whole_kv=False)
+            # Row ranges were measured with other blocks; one dot over all keys would have none.
+            numerics = _with_fixed_attention_rows(replace(numerics, kv_block=self.kv_block))
         return numerics
 
 

@@ -158,10 +158,12 @@ def make_numerics(
     shared: Mismatch = mismatch.EXACT,
     several_tiles: bool = False,
     interpret: bool = False,
+    options: Mapping[str, str | bool | int] = MappingProxyType({}),
 ) -> Numerics:
     """The same, and on a CPU with row ranges measured for decode batches of about `batch` rows;
     None: without. `measured` is the file that keeps these, if any. `shared` are differences of the
     dial that sampler and learner both have. `several_tiles`: see `with_several_tiles`.
+    `options` are XLA's for every program, those that measure included.
 
     Raises:
       InputError: as `fitted_numerics` and `with_several_tiles`.
@@ -171,6 +173,7 @@ def make_numerics(
     )
     if several_tiles:
         fixed = with_several_tiles(fixed)
+    fixed = fixed.with_options(options)
     both = shared.numerics(fixed)
     # Ranges are measured of whole contractions; those of parts of one are not known.
     cut = (both.order.split_k, both.order.ranks) != (1, 1)
@@ -271,6 +274,8 @@ def make_execution(
     programs.check_placement(Execution(model.config, tiles, placement=where), devices)
     batch = max(1, config.sequences_per_step // where.shards)
     shared = config.sampler.shared_dial
+    if devices is None:
+        check_compiler_options(config.numerics.compiler_options)
     numerics = make_numerics(
         config.numerics.family,
         config.numerics.dtype,
@@ -281,12 +286,10 @@ def make_execution(
         measured=measured,
         shared=shared,
         several_tiles=config.numerics.several_tiles,
+        options=config.numerics.compiler_options,
     )
-    if devices is None:
-        check_compiler_options(config.numerics.compiler_options)
     ends = stop_tokens(config, model)
     sampling = part(Sampling, section, stop_tokens=ends, max_tokens=section.longest)
-    numerics = numerics.with_options(config.numerics.compiler_options)
     execution = Execution(model.config, numerics, sampling, where, shared.edits, model.lora)
     before = Numerics(family=numerics.family, compute_dtype=config.numerics.dtype)
     mismatch.check(shared, replace(execution, numerics=before))
