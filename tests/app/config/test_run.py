@@ -297,6 +297,22 @@ REFUSED = [
         "task.environment_workers = 2: is for task.environment; set that too",
     ),
     (
+        "task={kind='dataset', path='x', reward_in_process=true}",
+        "task.reward_in_process = true: is for a reward or a task of your own; set task.reward too",
+    ),
+    (
+        "task={kind='builtin', reward_time_limit=9.0}",
+        "task.reward_time_limit = 9.0: is for a reward or a task of your own; set task.reward too",
+    ),
+    (
+        "task={kind='custom', factory='a:b', reward_in_process=true, reward_time_limit=9.0}",
+        "task.reward_time_limit = 9.0: must be left out: with reward_in_process there is none",
+    ),
+    (
+        "task={kind='dataset', path='x', reward='a:b', time_limit=9.0}",
+        "task.time_limit = 9.0: must be left out: task.reward gives the rewards",
+    ),
+    (
         "run={sinks=['tensorboard'], wandb_project='x'}",
         'run.wandb_project = "x": is for a logger that is not used; set run.sinks = ["wandb"] too',
     ),

@@ -99,7 +99,7 @@ def train(folder, *, stop, every=2, keep=2, pause=0.0, opened=lambda: None):
 
 
 def test_a_run_that_recorded_unread_keys_goes_on(tmp_path, monkeypatch):
-    """Older versions took the end of a constant rate, and an environment's, and ignored them."""
+    """Older versions took the end of a constant rate, and an environment's, and others."""
 
     def read(config):
         raise InputError("the config was read")
@@ -110,6 +110,8 @@ def test_a_run_that_recorded_unread_keys_goes_on(tmp_path, monkeypatch):
         'history = "refuse"': 'history = "keep"',
         "environment_workers = 4": "environment_workers = 2",
         "both_sides = false": "both_sides = true",
+        "reward_in_process = false": "reward_in_process = true",
+        "reward_time_limit = 600.0": "reward_time_limit = 9.0",
     }.items():
         assert now in before
         before = before.replace(now, then)

@@ -37,7 +37,6 @@ from tim_jax.app.config.sections import (
     part,
     refusal,
 )
-from tim_jax.common import inputs
 from tim_jax.common.errors import InputError
 from tim_jax.corrections import Correction
 from tim_jax.model.adapters import Lora
@@ -395,9 +394,8 @@ class RunConfig(Section):
         if self.task.environment is not None and self.sampling.max_turns is None:
             rule = "is for episodes of several turns; set sampling.max_turns too"
             raise self._refusal("task.environment", rule)
-        idle = [name for name in inputs.changed(self.task) if name.startswith("environment_")]
-        if self.task.environment is None and idle:
-            raise self._refusal(f"task.{idle[0]}", "is for task.environment; set that too")
+        for name, rule in self.task.unread():
+            raise self._refusal(f"task.{name}", rule)
         if self.sampling.max_turns is None and self.task.history != "refuse":
             rule = "is for episodes of several turns; set sampling.max_turns too"
             raise self._refusal("task.history", rule)

@@ -362,6 +362,22 @@ class _Graded:
     """What is done about a chat template that rewrites earlier turns: refuse it, keep them as they
     were drawn, or cut the episode there, so that it goes on in a new row."""
 
+    def unread(self) -> Iterator[tuple[str, str]]:
+        """Yields each setting that has no effect beside the others, and what would be right."""
+        given = inputs.changed(self)
+        if self.environment is None:
+            for name in (name for name in given if name.startswith("environment_")):
+                yield name, "is for task.environment; set that too"
+        if self.reward is None and not isinstance(self, CustomTask):
+            for name in ("reward_in_process", "reward_time_limit"):
+                if name in given:
+                    yield name, "is for a reward or a task of your own; set task.reward too"
+        elif self.reward_in_process and "reward_time_limit" in given:
+            yield "reward_time_limit", "must be left out: with reward_in_process there is none"
+        if "time_limit" in given and (self.reward or self.environment):
+            other = "reward" if self.reward else "environment"
+            yield "time_limit", f"must be left out: task.{other} gives the rewards"
+
     def open_environment(self) -> environments.Guarded | None:
         """The user's environment, in processes of its own, if there is one; its task closes it."""
         if self.environment is None:

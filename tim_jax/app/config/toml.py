@@ -94,8 +94,9 @@ def _read_run(path: str | Path) -> dict[str, Any]:
 def drop_unread(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a run's config without keys that older versions took and ignored.
 
-    They are those of a schedule beside a constant rate, of an environment without one, of episodes
-    without turns, and of both sides without entries. A config of today that has them is refused.
+    They are those of a schedule beside a constant rate, of an environment or a reward without one,
+    of limits that nothing has, of episodes without turns, and of both sides without entries. A
+    config of today that has them is refused.
     """
     optimizer = dict(saved.get("optimizer", {}))
     if optimizer.get("schedule", "constant") == "constant":
@@ -107,6 +108,13 @@ def drop_unread(saved: Mapping[str, Any]) -> dict[str, Any]:
     task = {key: value for key, value in saved.get("task", {}).items() if key not in unread}
     if "environment" not in task:
         task = {key: value for key, value in task.items() if not key.startswith("environment_")}
+    if "reward" not in task and task.get("kind") != "custom":
+        task.pop("reward_in_process", None)
+        task.pop("reward_time_limit", None)
+    elif task.get("reward_in_process"):
+        task.pop("reward_time_limit", None)
+    if "reward" in task or "environment" in task:
+        task.pop("time_limit", None)
     sampler = dict(saved.get("sampler", {}))
     if not sampler.get("mismatch"):
         sampler.pop("both_sides", None)
