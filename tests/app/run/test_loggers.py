@@ -367,6 +367,21 @@ def test_an_empty_mlflow_id_of_a_full_disk_is_none(tmp_path):
 
 
 @pytest.mark.usefixtures("fake_mlflow")
+def test_what_ended_before_its_first_checkpoint_is_another_run(tmp_path, wandb):
+    """Which may have had other settings; what goes on after a checkpoint is the same one."""
+    config = toml.load("configs/quickstart.toml", ["run.sinks=['wandb', 'mlflow']"])
+    known = []
+    for start in (-1, -1, 0):
+        Client.said.clear()
+        extra_sinks(config, tmp_path, start).close()
+        begun = any(call and call[0] == "create_run" for call in Client.said)
+        known.append(((tmp_path / "wandb_id").read_text(), begun))
+    (first, _), (second, _), (third, _) = known
+    assert first != second == third
+    assert [begun for _, begun in known] == [True, True, False]
+
+
+@pytest.mark.usefixtures("fake_mlflow")
 @pytest.mark.parametrize(
     ("error", "status", "exit_code"),
     [

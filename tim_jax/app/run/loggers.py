@@ -32,6 +32,8 @@ from tim_jax.common.inputs import leaves
 Values = Mapping[str, Any]
 Outcome = Literal["finished", "failed", "killed"]
 
+_WANDB_ID, _MLFLOW_ID = "wandb_id", "mlflow_id"  # files in a run's folder
+
 
 class Sink(Protocol):
     """Anything with these two methods."""
@@ -277,7 +279,7 @@ class Wandb:
             self._run = wandb.init(
                 project=project,
                 name=name,
-                id=_wandb_id(Path(folder) / "wandb_id"),
+                id=_wandb_id(Path(folder) / _WANDB_ID),
                 resume="allow",
                 mode=mode,
                 dir=os.fspath(folder),
@@ -346,7 +348,7 @@ class MLflow:
             raise InputError(_missing("mlflow", "mlflow")) from error
         self._metric, self._refused = Metric, MlflowException
         self._last: int | None = -1  # step that it has; None: not yet asked for
-        path = Path(folder) / "mlflow_id"
+        path = Path(folder) / _MLFLOW_ID
         with self._told():
             self._client = MlflowClient(uri or None)
         if stored := _stored(path):
@@ -463,6 +465,10 @@ def extra_sinks(config: RunConfig, folder: Path, start: int) -> Tee:
         return Tee(())
     project, values = section.wandb_project, config.model_dump()
     named: dict[str, Any] = {"project": project, "name": folder.name, "config": values}
+    if start < 0:
+        # A run that ended before its first checkpoint may have had other settings.
+        for kept in (_WANDB_ID, _MLFLOW_ID):
+            (folder / kept).unlink(missing_ok=True)
     try:
         if "tensorboard" in section.sinks:
             extra.append(TensorBoard(folder / "tensorboard", resume_step=start))
