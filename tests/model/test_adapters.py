@@ -137,6 +137,19 @@ def test_merged_parameters_follow_a_rule_that_the_learner_has_by_the_dial():
     assert tiny.bits(prepare(merged)) == tiny.bits(jax.jit(what.prepare)(params))
 
 
+def test_a_rule_that_rounds_rounds_a_base_to_which_nothing_is_added():
+    numerics = replace(tiny.NUMERICS, precision=Precision(lora="bfloat16"))
+    own, params = adapters.init(tiny.CONFIG, LORA, 0), tiny.params()
+    found = adapters.merged(
+        adapters.whole(own, params), config=tiny.CONFIG, lora=LORA, numerics=numerics
+    )
+    for row in adapters.targets(tiny.CONFIG, LORA).values():
+        base = params["layers"][row.name]
+        rounded = base.astype(jnp.bfloat16).astype(jnp.float32)
+        assert (found["layers"][row.name] == rounded).all()
+        assert (found["layers"][row.name] != base).any()
+
+
 @pytest.mark.parametrize("where", [Placement(fsdp=2), Placement(fsdp=2, tensor=2)], ids=str)
 def test_the_merged_bits_do_not_depend_on_the_mesh(where):
     config = replace(tiny.CONFIG, num_kv_heads=2)

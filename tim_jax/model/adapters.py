@@ -273,9 +273,9 @@ def _merged(
         return strict.rounded(x, dtype).astype(jnp.float32)
 
     base, change = fence((base.astype(jnp.float32), _product(*fence((a, b)))))
-    change = rounded(strict.clipped_to_finite(change * scale))
+    base, change = rounded(base), rounded(strict.clipped_to_finite(change * scale))
     # A sum with 0 would turn -0 into 0.
-    total = jnp.where(change == 0, base, rounded(rounded(base) + change))
+    total = jnp.where(change == 0, base, rounded(base + change))
     return fence(strict.rounded(total, numerics.dtype))
 
 
