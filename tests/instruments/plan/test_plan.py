@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton
 
-from tim_jax import kernels, objectives, optimizers
+from tim_jax import kernels, mismatch, objectives, optimizers
 from tim_jax.app import cli
 from tim_jax.app.jobs import planning as planning_job
 from tim_jax.common.errors import InputError
@@ -44,6 +44,7 @@ from tim_jax.instruments.plan import (
 )
 from tim_jax.instruments.plan.costs import Memory, Traffic
 from tim_jax.instruments.plan.topology import Target
+from tim_jax.model.adapters import Lora
 from tim_jax.model.config_file import to_hf
 from tim_jax.model.execution import Execution, Sampling
 from tim_jax.numerics import GpuTiles, MatmulTile, TpuTiles
@@ -650,6 +651,36 @@ def test_a_sampler_elsewhere_leaves_the_learners_weights_where_they_are():
     beside = workload.resident(apart, EIGHT.devices, "sampler")
     together = workload.resident(apart.varied(sampler_placement=None), EIGHT.devices, "sampler")
     assert beside - together == pytest.approx(workload.weight_bytes(apart) / 4, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("entry", "copies"),
+    [
+        ({"name": "stale_weights", "updates": 3}, 1),
+        ({"name": "in_flight_updates", "updates": 3, "every": 2}, 4),
+    ],
+)
+def test_a_sampler_elsewhere_has_a_copy_of_each_age_that_it_draws_with(entry, copies):
+    here = RECIPE.varied(mismatch=mismatch.build([entry]))
+    assert here.sampler_copies == 0
+    assert here.varied(sampler_placement=Placement(fsdp=2)).sampler_copies == copies
+    ahead = RECIPE.varied(max_staleness=2, sampler_placement=Placement(fsdp=2))
+    assert ahead.sampler_copies == 3
+
+
+def test_adapters_merged_by_a_rule_of_the_sampler_are_a_copy_of_the_weights():
+    dial = mismatch.build([{"name": "lora_merge", "dtype": "bfloat16"}])
+    trained = RECIPE.varied(lora=Lora(rank=2))
+    own = trained.varied(mismatch=dial)
+    assert (trained.sampler_copies, own.sampler_copies) == (0, 1)
+    sizes = [workload.resident(one, EIGHT.devices, "sampler") for one in (trained, own)]
+    assert sizes[1] - sizes[0] == workload.weight_bytes(trained)
+
+
+def test_a_forward_before_the_updates_is_of_all_sequences():
+    one, four = (RECIPE.varied(micro_batch_tokens=64, mini_batches=count) for count in (1, 4))
+    of_scoring = [workload.scoring(what, EIGHT.devices).trips[0] for what in (one, four)]
+    assert of_scoring[0] == of_scoring[1] == 4 * workload.learner_trips(four, "update")[0]
 
 
 @pytest.mark.parametrize(

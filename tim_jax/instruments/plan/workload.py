@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from tim_jax import placement
 from tim_jax.common.types import Prompts, Rollout, make_key, route_dtype
 from tim_jax.instruments.plan.hlo import Times
+from tim_jax.mismatch import dial
 from tim_jax.model import adapters, packing
 from tim_jax.model.execution import Execution
 from tim_jax.model.weights import param_axes, parameter_shapes, weight_axes
@@ -114,9 +115,18 @@ class Workload:
 
     @property
     def sampler_copies(self) -> int:
-        """Copies of the weights that the sampler's devices have beside the learner's."""
-        same = self.training.drawing.placement.shape == self.execution.placement.shape
-        return 0 if same and not self.sampler.own_devices else self.training.kept_weights + 1
+        """Copies of the weights that the sampler's devices have beside the learner's.
+
+        Steps drawn ahead have one each, and so has each age of weights that change in flight.
+        """
+        drawing, mismatch = self.training.drawing, self.sampler.mismatch
+        merged = dial.merging(mismatch, drawing).numerics.precision.lora
+        same = drawing.placement.shape == self.execution.placement.shape
+        same &= merged == self.execution.numerics.precision.lora
+        if same and not self.sampler.own_devices:
+            return 0
+        several = self.sampler.max_staleness or mismatch.in_flight is not None
+        return (self.training.kept_weights if several else 0) + 1
 
     @property
     def has_reference(self) -> bool:
@@ -188,7 +198,7 @@ def decode_steps(workload: Workload) -> tuple[int, ...]:
 def scoring(workload: Workload, devices: Devices) -> Program:
     """The learner's forward over a step's sequences, with advantages and corrections."""
     laid = _Laid(workload, workload.execution, devices)
-    trips = learner_trips(workload, "scoring")
+    trips = learner_trips(workload.varied(mini_batches=1), "scoring")  # of all the sequences
     return Program("scoring", laid.built.experience, laid.for_experience, trips)
 
 
@@ -253,7 +263,7 @@ def resident(workload: Workload, devices: Devices, stage: str) -> int:
     """Bytes on a device during a stage that are not arguments of its program.
 
     These are what else the run keeps, but for a state that waits on the host while sampling, and
-    further copies of the weights of a sampler with another placement. On devices of its own it has
+    further copies of the weights of a sampler that has its own. On devices of its own it has
     these alone. Padding by layouts is not counted.
     """
     laid = _Laid(workload, workload.execution, devices)
