@@ -228,7 +228,7 @@ def machine_text(load: float, versions: Mapping[str, str], *, timed: bool = True
     """
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines = [
-        f"Machine: {cpu_model()}, {len(os.sched_getaffinity(0))} cores; {named}; load average at"
+        f"Machine: {cpu_model()}, {os.cpu_count()} cores; {named}; load average at"
         f" the start {load:.2f}.",
         "",
     ]

@@ -25,6 +25,7 @@ from several import finished, started
 
 import tim_jax as tim
 from tim_jax.api import diagnosing, rollouts, training
+from tim_jax.api import model as opening
 from tim_jax.api.training import settle
 from tim_jax.app.run import sources
 from tim_jax.common import waiting
@@ -32,6 +33,7 @@ from tim_jax.common.errors import InputError, MismatchError
 from tim_jax.instruments import auditing
 from tim_jax.instruments.auditing import compiler, random_params
 from tim_jax.instruments.diagnosis import verdict
+from tim_jax.kernels import pallas
 from tim_jax.mismatch import ENTRIES
 from tim_jax.model import fitting, hf
 from tim_jax.model.execution import Sampling
@@ -211,6 +213,15 @@ def test_a_run_folder_is_its_final_model(folder, model, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "model").symlink_to(folder)
     assert tiny.bits(tim.load(tmp_path / "run").params) == tiny.bits(model.params)
+
+
+def test_the_model_of_the_package_is_loaded_on_a_gpu_too(monkeypatch):
+    """Whose kernels its vocabulary does not fit."""
+    monkeypatch.setattr(pallas, "platform", lambda: "gpu")
+    begun = partial(opening.begin, "tiny", dtype="float32", placement=None)
+    assert begun(family="auto").numerics.family == "tiles"
+    with pytest.raises(InputError, match="multiple of 16, got 22"):
+        begun(family="pallas_gpu")
 
 
 def test_a_run_without_a_final_model_is_refused(tmp_path):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tim_jax.common.errors import InputError
-from tim_jax.tasks import environments, guard
+from tim_jax.tasks import environments, guard, worker
 from tim_jax.tasks.base import Completion, Failure, Message, Outcome, Packed, Reply, Turn
 from tim_jax.tasks.environments import Asker, Guarded, Here, Recorded
 
@@ -613,3 +613,17 @@ def test_failures_that_cannot_be_written_are_an_error_in_one_line(tmp_path):
             list(recorded.outcomes([turn("a", key=(5, 1))]))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_no_address_space_is_bounded_where_none_can_be(monkeypatch):
+    """macOS refuses such a bound, and each process would end at its start."""
+
+    def setrlimit(kind, _):
+        if kind == resource.RLIMIT_AS:
+            raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(worker.resource, "setrlimit", setrlimit)
+    with pytest.raises(ValueError, match="exceeds maximum"):
+        worker.limit_memory(2**32)
+    monkeypatch.setattr(worker.sys, "platform", "darwin")
+    worker.limit_memory(2**32)

@@ -224,6 +224,8 @@ def begin(
     check_all_used(where)
     tiles = Numerics(column_tiles=where.tensor)
     programs.check_placement(Execution(found.config, tiles, placement=where))
+    if family == "auto" and str(source) in hf.SHIPPED:
+        family = "tiles"  # its vocabulary is too small for the kernels of GPUs
     numerics = assembly.fitted_numerics(
         family,
         dtype,

@@ -100,10 +100,14 @@ HANDLERS: dict[str, Callable[..., Handler]] = {"math": math_handler, "gym": gym_
 
 
 def limit_memory(size: int) -> None:
-    """Bounds the address space of this process, in bytes, and forbids core dumps."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    size = size if hard == resource.RLIM_INFINITY else min(size, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (size, hard))
+    """Bounds the address space of this process, in bytes, and forbids core dumps.
+
+    macOS has no such bound, and refuses one.
+    """
+    if sys.platform != "darwin":
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        size = size if hard == resource.RLIM_INFINITY else min(size, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (size, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
