@@ -122,6 +122,13 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_can_be_pasted_into_any_shell(page):
+    """zsh, as macOS starts it, gives a command its comment as arguments."""
+    lines = [line for example in examples(page, "bash") for line in example.text.splitlines()]
+    assert not [line for line in lines if re.search(r"(^|\s)#\s", line)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_commands_are_understood(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     for words in said_commands(page):
