@@ -256,9 +256,10 @@ def cpu_model() -> str:
     for line in info.read_text().splitlines():
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
-    flags = fields.get("flags", "").split()
-    known = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
-    return f"{fields.get('model name', 'unknown')} ({', '.join(known)})"
+    flags = fields.get("flags", fields.get("Features", "")).split()  # of x86, of ARM
+    wanted = "avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16"
+    known = ", ".join(name for name in wanted if name in flags)
+    return fields.get("model name", platform.machine()) + (f" ({known})" if known else "")
 
 
 def parser(description: str, page: pathlib.Path) -> argparse.ArgumentParser:

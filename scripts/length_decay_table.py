@@ -351,8 +351,9 @@ def main() -> None:
     """Writes the page, or prints it."""
     parser = argparse.ArgumentParser(description="Tries the surge detector on seeded traces.")
     parser.add_argument("--print", action="store_true", help="print instead of writing the page")
+    shown = parser.parse_args().print
     text = table()
-    if parser.parse_args().print:
+    if shown:
         print(text)
     else:
         OUT.write_text(text)

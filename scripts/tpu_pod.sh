@@ -7,7 +7,8 @@
 #     placement.fsdp=32 run.folder=/mnt/shared/runs/x
 #
 # The mesh (placement.data x fsdp x expert x tensor) must be of all chips, and run.folder on a file
-# system that all hosts mount. After a pre-emption the same command goes on.
+# system that all hosts mount. After a pre-emption the same command goes on. Hosts need Python 3.11 or
+# newer; some images of TPU hosts have 3.10.
 set -euo pipefail
 : "${TPU:?set TPU to the name of the slice}" "${ZONE:?set ZONE to its zone}"
 
@@ -29,7 +30,8 @@ case "$action" in
     repository=$(printf '%q' "$1")
     on_all_hosts "set -e
       [ -d tim_jax ] || git clone $repository tim_jax
-      cd tim_jax && python3 -m venv .venv
+      cd tim_jax && . scripts/setup.sh
+      \$(find_python) -m venv .venv
       .venv/bin/python -m pip install --quiet -e '.[math]' 'jax[tpu]'"
     ;;
   train)
