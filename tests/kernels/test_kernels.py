@@ -81,6 +81,17 @@ def test_total_and_peak_against_numpy(size, lanes):
     np.testing.assert_array_equal(peak(x, lanes=lanes), np.asarray(x).max(-1))
 
 
+def test_many_lanes_are_as_many_partial_sums():
+    """Chunks in sequence, then halves, as with few."""
+    x = np.random.default_rng(0).standard_normal(9_000).astype(np.float32)
+    acc, *chunks = np.pad(x, (0, 3 * 4_096 - len(x))).reshape(3, 4_096)
+    for chunk in chunks:
+        acc = acc + chunk
+    while len(acc) > 1:
+        acc = acc[: len(acc) // 2] + acc[len(acc) // 2 :]
+    assert float(total(jnp.asarray(x), lanes=4_096)) == acc[0]
+
+
 # From 8,192 elements on the tree of adds has one more level.
 @pytest.mark.parametrize("size", [128, 129, 300, 8_191, 8_192, 8_193, 20_000])
 @pytest.mark.parametrize("zeros", [1, 200, 8_192])

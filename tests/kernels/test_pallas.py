@@ -1,5 +1,6 @@
 """The Pallas kernels in interpret mode: against float64, and against themselves, bit by bit."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -765,6 +766,15 @@ def test_kernels_have_fewer_loads_in_flight_on_gpus_with_small_cores(monkeypatch
         tiles = [tuple((t.rows, t.columns) for t in one.matmul) for one in (gpu, large.gpu)]
         assert tiles[0] == tiles[1]
         assert (gpu.block_k, gpu.attention_rows) == (large.gpu.block_k, large.gpu.attention_rows)
+
+
+@pytest.mark.parametrize(("capability", "taken"), [("7.5", False), ("8.0", True)])
+def test_gpus_that_triton_does_not_compile_for_are_refused(monkeypatch, capability, taken):
+    monkeypatch.setattr(pallas, "platform", lambda: "gpu")
+    monkeypatch.setattr(pallas, "compute_capability", lambda: capability)
+    refusal = pytest.raises(InputError, match=r"capability 8\.0 or more.* has 7\.5; use family")
+    with nullcontext() if taken else refusal:
+        pallas.check_platform(GPU_EXACT_BF16)
 
 
 def test_latent_attention_on_gpus_with_small_cores(monkeypatch):

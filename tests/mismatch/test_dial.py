@@ -471,6 +471,8 @@ def test_other_blocks_of_keys_have_no_row_range_that_was_measured_of_the_learner
     assert there == replace(MEASURED, kv_block=8, **fixed)
     there = dials.dial(blocks | {"attention_rows": 4}).numerics(MEASURED)
     assert there.attention_rows == Rows(4, 4)
+    rows = dials.dial({"name": "tile_sizes", "attention_rows": 64}).numerics(MEASURED)
+    assert (rows.attention_rows, rows.whole_kv) == (Rows(64, 64), False)
 
 
 @pytest.mark.parametrize("changes", [{"name": "split_k", "pieces": 2}, RANKS], ids=str)

@@ -1,5 +1,6 @@
 """Row ranges: what is measured holds, what is chosen fits, and what differs is kept apart."""
 
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -324,6 +325,15 @@ def test_another_machine_measures_for_itself(tmp_path, measuring, monkeypatch):
     file = tmp_path / "calibration.json"
     kept(file)
     monkeypatch.setattr(fitting.machine, "processor", lambda: ["another"])
+    kept(file)
+    assert len(measuring) == 2
+
+
+def test_another_number_of_cores_measures_for_itself(tmp_path, measuring, monkeypatch):
+    """By which XLA chooses kernels: those that this process may use."""
+    file = tmp_path / "calibration.json"
+    kept(file)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(99)), raising=False)
     kept(file)
     assert len(measuring) == 2
 

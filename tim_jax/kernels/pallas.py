@@ -27,6 +27,7 @@ from tim_jax.kernels import native
 from tim_jax.kernels.families import NATIVE, Heads, parted
 from tim_jax.numerics import Numerics
 
+_BEFORE_AMPERE = ("5.", "6.", "7.")  # compute capabilities
 PLATFORMS: Mapping[str, str] = MappingProxyType(
     {"pallas_gpu": "gpu", "pallas_mosaic_gpu": "gpu", "pallas_tpu": "tpu"}
 )
@@ -161,6 +162,12 @@ def check_platform(numerics: Numerics) -> None:
         raise InputError(
             f"numerics: family {numerics.family!r} needs a {wanted.upper()}, the default device is"
             f' of platform {actual!r}; use family "tiles" there, or interpret mode for tests'
+        )
+    capability = compute_capability() if actual == "gpu" else None
+    if capability is not None and capability.startswith(_BEFORE_AMPERE):
+        raise InputError(
+            f"numerics: family {numerics.family!r} needs a GPU of compute capability 8.0 or more,"
+            f' which XLA compiles Triton for, and this one has {capability}; use family "tiles"'
         )
 
 

@@ -52,9 +52,10 @@ def _larger(x, y):
 
 
 def _reduce(x, combine, lanes, neutral):
-    if x.shape[-1] > _WIDE_LANES:
+    wide = max(_WIDE_LANES, lanes)
+    if x.shape[-1] > wide:
         # Chunks of a few lanes would not be vectorised: ten times slower for a vocabulary.
-        x = formulas.fold(x, combine, lanes=_WIDE_LANES, neutral=neutral, fan=256)
+        x = formulas.fold(x, combine, lanes=wide, neutral=neutral, fan=256)
     lanes = min(lanes, 1 << max(x.shape[-1] - 1, 0).bit_length())
     return formulas.halve(formulas.fold(x, combine, lanes=lanes, neutral=neutral), combine)
 

@@ -169,7 +169,8 @@ class TileSizes(Entry):
             numerics = replace(numerics.uncalibrated, rows=rows)
         if self.attention_rows is not None:
             rows = Rows(self.attention_rows, self.attention_rows)
-            numerics = replace(numerics, attention_rows=rows)
+            # Whether one dot may take all keys was measured with other numbers of rows.
+            numerics = _with_fixed_attention_rows(replace(numerics, attention_rows=rows))
         if self.kv_block is not None:
             # Row ranges were measured with other blocks; one dot over all keys would have none.
             numerics = _with_fixed_attention_rows(replace(numerics, kv_block=self.kv_block))

@@ -501,11 +501,17 @@ def calibrate_once(
     return calibrated
 
 
+def _cores() -> int:
+    """How many cores XLA has threads for: those that this process may use."""
+    ours = getattr(os, "sched_getaffinity", None)
+    return len(ours(0)) if ours else os.cpu_count() or 1
+
+
 def _describe_setting(config: ModelConfig, numerics: Numerics) -> dict[str, Any]:
     return {
         "jax": f"{jax.__version__}, jaxlib {jaxlib.version.__version__}",
         # The CPU's instructions and number of cores, by which XLA chooses kernels.
-        "machine": "; ".join([platform.machine(), f"{os.cpu_count()} cores", *machine.processor()]),
+        "machine": "; ".join([platform.machine(), f"{_cores()} cores", *machine.processor()]),
         "model": inputs.all_fields(config),
         "numerics": inputs.all_fields(numerics),
         "counts": [list(_COUNTS), list(_ATTENTION_COUNTS)],
